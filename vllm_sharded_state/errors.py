@@ -1,0 +1,71 @@
+"""The errors of this package: one type for one cause, each saying what is wrong and what to do.
+
+They derive from `ValueError` because that is what vLLM's own sharded-state loader raises, so callers
+that catch its errors keep working.
+"""
+
+from collections.abc import Iterable
+
+#: How many names an error lists before it counts the rest.
+LISTED = 12
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names sorted, one line each, the first `LISTED` in full and the rest as a number."""
+    ordered = sorted(names)
+    lines = [f"  {name}" for name in ordered[:LISTED]]
+    if len(ordered) > LISTED:
+        lines.append(f"  ... and {len(ordered) - LISTED} more")
+    return "\n".join(lines)
+
+
+class ShardedStateError(ValueError):
+    """Base of every error this package raises on purpose."""
+
+
+class PatchError(ShardedStateError):
+    """A patch to vLLM could not be applied, or did not take."""
+
+
+class OptionError(ShardedStateError):
+    """An option, environment variable or extra config key has a value that means nothing here."""
+
+
+class NotRepresentableError(ShardedStateError):
+    """A module's state can be held in neither layout, or not in the one that was asked for."""
+
+
+class StaleSourceError(ShardedStateError):
+    """The source checkpoint, read again, no longer gives the weights that the live module uses."""
+
+
+class NoSourceError(ShardedStateError):
+    """Weights were packed away, and there is no checkpoint to read them from again."""
+
+
+class SaveError(ShardedStateError):
+    """A sharded state could not be written."""
+
+
+class ManifestError(ShardedStateError):
+    """`sharded_state.json` is damaged, or of a format this version cannot read."""
+
+
+class MismatchError(ShardedStateError):
+    """The checkpoint belongs to another model, layout of ranks, or platform."""
+
+
+class IncompleteError(ShardedStateError):
+    """A tensor the model reads is not in the checkpoint, or a file or part is missing."""
+
+
+class UnexpectedTensorError(ShardedStateError):
+    """A tensor in the checkpoint has no place in the model."""
+
+
+class TensorMismatchError(ShardedStateError):
+    """A tensor's shape or dtype differs from its place in the model."""
+
+
+class RestoreError(ShardedStateError):
+    """A restored module is not what was saved: part of its state could not be put back."""
