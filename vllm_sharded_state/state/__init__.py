@@ -1,0 +1,1 @@
+"""What a loaded model holds: its tensors, hidden state and host mirrors, in source and runtime layout."""

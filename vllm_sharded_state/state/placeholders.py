@@ -1,0 +1,37 @@
+"""Values to rehearse with: finite, positive, and another for each tensor and element.
+
+Some methods assert that a scale is neither zero nor NaN, or that fused shards agree; some transpose a
+square weight, which equal elements would hide. The values depend on the tensor's name alone, so that
+a rehearsal while saving and one while loading give the same.
+"""
+
+import zlib
+
+import torch
+
+_PERIOD = 61  # prime, so that rows of any usual width differ
+
+
+def fill(tensor: torch.Tensor, name: str) -> None:
+    """Fill `tensor` (any shape, stride, dtype) in place with placeholders that depend on `name`."""
+    if tensor.numel() == 0:
+        return
+    offset = zlib.crc32(name.encode()) % _PERIOD
+    ramp = (torch.arange(min(tensor.numel(), _PERIOD), device=tensor.device) + offset) % _PERIOD
+    if tensor.dtype == torch.bool:
+        values = ramp % 2 == 0
+    elif not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        values = (ramp % 7 + 1).to(tensor.dtype)
+    elif tensor.element_size() == 1:
+        # eight-bit floats have no arithmetic: 2**k is exact in each of them
+        steps = torch.tensor([0.5, 1.0, 2.0, 4.0], device=tensor.device)
+        values = steps[ramp % 4].to(tensor.dtype)
+    else:
+        values = (0.5 + ramp / _PERIOD).to(tensor.dtype)
+    if tensor.numel() <= _PERIOD:
+        tensor.data.copy_(values.view(tensor.shape))
+        return
+    repeats = -(-tensor.numel() // _PERIOD)
+    flat = values.view(torch.uint8) if tensor.element_size() == 1 else values
+    flat = flat.repeat(repeats)[: tensor.numel()]
+    tensor.data.copy_(flat.view(values.dtype).view(tensor.shape))
