@@ -1,0 +1,197 @@
+"""Run many model-level jobs in one process, so that importing vLLM is paid once.
+
+    python -m tests.support.batch JOBS.json RESULTS.json
+
+A job is a dict; see `Job`. The way and the plugins are the process's environment
+(`tests.support.model_level.environment`). A job that fails leaves its error and the rest go on.
+"""
+
+import vss_test_ways
+
+vss_test_ways.keep_out()  # Before anything imports vLLM.
+
+import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import logging  # noqa: E402
+import os  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+import traceback  # noqa: E402
+from collections.abc import Iterable, Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from tests.support.model_level import environment, loaded  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass
+class Job:
+    """Load `model`; change it (`mutate`), look at it (`snapshot`), save it (`save`), look again.
+
+    `quant` names a module that registers quantization methods before the load. `poison` fills every
+    parameter with NaN between building and loading. `layout` is put in VSS_LAYOUT while saving.
+    """
+
+    id: str
+    model: str
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mutate: str | None = None
+    snapshot: bool = True
+    kernels: bool = True
+    save: str | None = None
+    pattern: str | None = None
+    max_size: int | None = None
+    layout: str | None = None
+    snapshot_after: bool = False
+    poison: bool = False
+    register: str | None = None
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _layout(layout: str | None) -> Iterator[None]:
+    os.environ.pop("VSS_LAYOUT", None)
+    if layout is not None:
+        os.environ["VSS_LAYOUT"] = layout
+    try:
+        yield
+    finally:
+        os.environ.pop("VSS_LAYOUT", None)
+
+
+@contextlib.contextmanager
+def _poisoned(active: bool) -> Iterator[None]:
+    """Every parameter that vLLM builds holds NaN (integers: their largest value) until loaded."""
+    if not active:
+        yield
+        return
+    import torch
+    from vllm.model_executor.model_loader import base_loader
+
+    original = base_loader.initialize_model
+
+    def initialize_model(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        for parameter in model.parameters():
+            floating = parameter.is_floating_point()
+            limit = float("nan") if floating else torch.iinfo(parameter.dtype).max
+            if not parameter.is_meta:
+                parameter.data.fill_(limit)
+        return model
+
+    base_loader.initialize_model = initialize_model
+    try:
+        yield
+    finally:
+        base_loader.initialize_model = original
+
+
+def _check_way(model: Any) -> None:
+    """The way took effect: in `tensors` and `reference`, no linear weight was packed away."""
+    if vss_test_ways.chosen() == "packed":
+        return
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and isinstance(
+            module.quant_method, UnquantizedLinearMethod
+        ):
+            assert module.weight.numel(), f"{name}.weight is empty: the way did not take effect"
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Do one job: its snapshots, warnings and seconds; or `error` with stage, type and message."""
+    result: dict[str, Any] = {"id": job.id, "error": None}
+    warnings = _Warnings()
+    logging.getLogger("vllm").addHandler(warnings)
+    stage, began = "load", time.perf_counter()
+    try:
+        if job.register:
+            __import__(job.register)
+        with _poisoned(job.poison), _layout(job.layout), loaded(Path(job.model), job.engine) as model:
+            result["load_s"] = round(time.perf_counter() - began, 2)
+            _check_way(model)
+            if job.mutate:
+                from tests.zoo.mutations import MUTATIONS
+
+                MUTATIONS[job.mutate](model)
+            stage = "snapshot"
+            from tests.support.snapshot import snapshot
+
+            if job.snapshot:
+                result["snapshot"] = snapshot(model, job.kernels)
+            if job.save:
+                stage, began = "save", time.perf_counter()
+                Path(job.save).mkdir(parents=True, exist_ok=True)
+                from vllm.model_executor.model_loader import ShardedStateLoader
+
+                ShardedStateLoader.save_model(
+                    model, job.save, pattern=job.pattern, max_size=job.max_size
+                )
+                result["save_s"] = round(time.perf_counter() - began, 2)
+            if job.snapshot_after:
+                stage = "snapshot after"
+                result["snapshot_after"] = snapshot(model, job.kernels)
+            del model
+    except Exception as error:  # noqa: BLE001 - every failure is a result here
+        result["error"] = {
+            "stage": stage,
+            "type": type(error).__name__,
+            "bases": [base.__name__ for base in type(error).__mro__],
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+        del error
+    finally:
+        logging.getLogger("vllm").removeHandler(warnings)
+        gc.collect()
+    result["warnings"] = warnings.lines
+    return result
+
+
+def run_batch(
+    jobs: Iterable[Job], way: str, plugins: str, timeout: float = 1200, **env: str
+) -> dict[str, dict[str, Any]]:
+    """Run `jobs` in one new process and return the results by id."""
+    jobs = list(jobs)
+    with tempfile.TemporaryDirectory() as scratch:
+        given, made = Path(scratch, "jobs.json"), Path(scratch, "results.json")
+        given.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.support.batch", str(given), str(made)],
+            cwd=ROOT,
+            env=environment(way, plugins) | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if not made.exists():
+            raise RuntimeError(f"the batch process died ({process.returncode}):\n{process.stdout}")
+        results = json.loads(made.read_text())
+    return {result["id"]: result for result in results}
+
+
+def main() -> None:
+    given, made = sys.argv[1:]
+    jobs = [Job(**job) for job in json.loads(Path(given).read_text())]
+    Path(made).write_text(json.dumps([run(job) for job in jobs]))
+
+
+if __name__ == "__main__":
+    main()
