@@ -106,9 +106,12 @@ def _arrives(loader: Function) -> bool:
     try:
         layerwise.initialize_layerwise_reload(layer)
         layer.weight.weight_loader(layer.weight, loaded)
+        return torch.equal(layer.weight.data, loaded)
     except AttributeError:  # the missing __name__
         return False
-    return torch.equal(layer.weight.data, loaded)
+    finally:
+        # Upstream's entry holds loaders that hold the layer, so it would stay for ever.
+        layerwise.LAYERWISE_INFO.pop(layer, None)
 
 
 def _load(param: torch.Tensor, loaded_weight: torch.Tensor, scale: float = 2.0) -> None:

@@ -106,7 +106,9 @@ def _value(leaf: Leaf, other: Leaf, result: Difference) -> None:
     if not other.is_tensor and plain.equal(leaf.value, other.value):
         return
     if other.kind is Kind.OPAQUE or (other.is_tensor and leaf.value is not None):
-        result.unfit.append(f"{leaf.path}: {leaf.value!r} here, another kind of object after a load")
+        result.unfit.append(
+            f"{leaf.path}: {leaf.value!r} here, another kind of object after a load"
+        )
     elif not plain.is_restorable(leaf.value):
         result.unfit.append(f"{leaf.path}: a {type(leaf.value).__name__} that can't be written")
     elif plain.is_address_like(leaf.value):
@@ -137,4 +139,3 @@ def _unmatched(leaf: Leaf, result: Difference) -> None:
             result.unfit.append(f"{leaf.path}: a {type(leaf.value).__name__} that can't be written")
     else:
         result.unfit.append(f"{leaf.path}: the live model has it, a load does not create it")
-

@@ -6,6 +6,7 @@ gone. So the small ones are kept, a few kilobytes a layer.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +20,14 @@ SMALL = 4096
 
 @dataclass(frozen=True)
 class Construction:
-    """How a model was built: `vllm_config`, and `initial`, its small tensors by `state_dict()` name."""
+    """How a model was built.
 
-    vllm_config: object
+    keys: every parameter and buffer it was built with, by `state_dict()` name.
+    initial: the small ones' values, on the CPU.
+    """
+
+    vllm_config: Any
+    keys: frozenset[str] = frozenset()
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -30,13 +36,18 @@ _CONSTRUCTIONS: WeakKeyDictionary[nn.Module, Construction] = WeakKeyDictionary()
 
 def remember(model: nn.Module, vllm_config: object) -> None:
     """Keep the configuration and small tensors of a model that was built but not yet filled."""
-    initial = {
-        join(prefix, name): tensor.detach().to("cpu", copy=True)
+    tensors = {
+        join(prefix, name): tensor
         for prefix, module in model.named_modules()
         for name, tensor in {**module._parameters, **module._buffers}.items()
-        if tensor is not None and not tensor.is_meta and tensor.numel() <= SMALL
+        if tensor is not None
     }
-    _CONSTRUCTIONS[model] = Construction(vllm_config, initial)
+    initial = {
+        key: tensor.detach().to("cpu", copy=True)
+        for key, tensor in tensors.items()
+        if not tensor.is_meta and tensor.numel() <= SMALL
+    }
+    _CONSTRUCTIONS[model] = Construction(vllm_config, frozenset(tensors), initial)
 
 
 def recall(model: nn.Module) -> Construction | None:

@@ -12,7 +12,6 @@ import torch
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from vllm_sharded_state.errors import (
-    NoSourceError,
     NotRepresentableError,
     StaleSourceError,
     listed,
@@ -61,7 +60,7 @@ class Chooser:
         device: torch.device,
         initial: dict[str, torch.Tensor],
         wanted: str,
-        source: Callable[[TwinPool], Source],
+        source: Callable[[], Source],
         prefix: str = "",
     ) -> None:
         self._config = vllm_config
@@ -147,7 +146,7 @@ class Chooser:
                 if state is not None:
                     return state
         if self._source is None:
-            self._source = self._open_source(self._pool)
+            self._source = self._open_source()
         tensors, incomplete = self._source.read(unit.name, self._device)
         before = self._source.side_effects(unit.name)
         failures: list[str] = []
@@ -229,7 +228,9 @@ class Chooser:
             if leaf.kind is Kind.PARAMETER or difference.captured
         ]
         if difference.captured and not any(map(kernels.has_kernel, unit.modules.values())):
-            failures.append(f"{unit.name}: native code holds its weights, and none can compare them")
+            failures.append(
+                f"{unit.name}: native code holds its weights, and none can compare them"
+            )
         if not failures:
             failures += self._kernel_mismatches(unit, rebuilt.unit, difference.overlay, rebuilt)
         discard(rebuilt.unit)

@@ -2,7 +2,7 @@
 
 Some methods assert that a scale is neither zero nor NaN, or that fused shards agree; some transpose a
 square weight, which equal elements would hide. The values depend on the tensor's name alone, so that
-a rehearsal while saving and one while loading give the same.
+a rehearsal while saving and one while loading give the same; another seed gives others.
 """
 
 import zlib
@@ -12,11 +12,11 @@ import torch
 _PERIOD = 61  # prime, so that rows of any usual width differ
 
 
-def fill(tensor: torch.Tensor, name: str) -> None:
-    """Fill `tensor` (any shape, stride, dtype) in place with placeholders that depend on `name`."""
+def fill(tensor: torch.Tensor, name: str, seed: int = 0) -> None:
+    """Fill `tensor` (any shape, stride, dtype) in place; the values depend on `name` and `seed`."""
     if tensor.numel() == 0:
         return
-    offset = zlib.crc32(name.encode()) % _PERIOD
+    offset = zlib.crc32(f"{seed}{name}".encode()) % _PERIOD
     ramp = (torch.arange(min(tensor.numel(), _PERIOD), device=tensor.device) + offset) % _PERIOD
     if tensor.dtype == torch.bool:
         values = ramp % 2 == 0

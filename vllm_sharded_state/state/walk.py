@@ -92,7 +92,9 @@ class _Visitor:
             if parameter is None:
                 yield self._leaf(join(path, name), Kind.VALUE, None, _attribute(module, name))
             else:
-                yield self._leaf(join(path, name), Kind.PARAMETER, parameter, _attribute(module, name))
+                yield self._leaf(
+                    join(path, name), Kind.PARAMETER, parameter, _attribute(module, name)
+                )
                 yield from self._object_state(join(path, name), parameter, 0)
         for name, buffer in sorted(module._buffers.items()):
             if buffer is None:

@@ -1,0 +1,119 @@
+"""Directory to model: refuse what does not belong here, fill, let upstream process, put the rest back."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+from . import identity, options, stock
+from .checkpoint import manifest
+from .checkpoint.manifest import Manifest, RankEntry
+from .checkpoint.parts import PartReader, stale_parts
+from .errors import IncompleteError, RestoreError, listed
+from .options import Options
+from .restore import Restorer
+
+logger = init_logger("vllm.sharded_state.load")
+
+take_options = options.take
+
+
+def retie(model_config: Any) -> bool | None:
+    """Whether the manifest at `model_config.model` says that word embeddings are tied; else None.
+
+    A key `lm_head.weight` in a part says nothing about it: one tensor may lie under either name.
+    """
+    directory = Path(str(model_config.model))
+    if not directory.is_dir():
+        return None
+    found = manifest.read(directory)
+    return None if found is None else found.tied_word_embeddings
+
+
+def load_model(
+    loader: Any, vllm_config: Any, model_config: Any, prefix: str, upstream: Any
+) -> nn.Module:
+    """Load a model from sharded state; `upstream` is the loader's own `load_model`, bound.
+
+    Upstream builds the model, calls `load_weights` (see below) and processes it; then what processing
+    can't give is put back. A directory without a manifest was saved by stock vLLM.
+
+    Raises `ShardedStateError`: everything that can be refused without the model is refused before it
+    is built.
+    """
+    directory = _directory(loader, model_config)
+    asked: Options = getattr(loader, "vss_options", Options())
+    found = manifest.read(directory)
+    restorer: Restorer | stock.StockRestorer
+    if found is None:
+        restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked)
+    else:
+        entry = _entry(found, directory, vllm_config, loader.pattern)
+        reader = PartReader(directory, dict(entry.files))
+        restorer = Restorer(directory, entry, reader, asked)
+    loader.vss_restorer = restorer
+    try:
+        model = upstream(vllm_config, model_config, prefix)
+        restorer.after_processing(model)
+    finally:
+        del loader.vss_restorer
+    return model
+
+
+def load_weights(loader: Any, model: nn.Module, model_config: Any, upstream: Any) -> None:
+    """Fill `model`, built but not processed, as far as that can be done before processing.
+
+    Raises `RestoreError` when it is not `load_model` that calls: the rest could never be put back.
+    """
+    restorer = getattr(loader, "vss_restorer", None)
+    if restorer is None:
+        raise RestoreError(
+            "Sharded state can't be loaded into a model that exists already: what processing makes of "
+            "the weights has to be put back afterwards.\nStart a new engine with "
+            "load_format='sharded_state'."
+        )
+    restorer.before_processing(model)
+
+
+def _directory(loader: Any, model_config: Any) -> Path:
+    """The directory of the checkpoint; a hub id is downloaded as upstream's loader does it."""
+    name = model_config.model_weights or model_config.model
+    path = Path(loader._prepare_weights(name, model_config.revision))
+    if not path.is_dir():
+        raise IncompleteError(
+            f"{name} is no directory. Sharded state is read from local or hub paths; for object "
+            "storage use load_format='runai_streamer_sharded'."
+        )
+    return path
+
+
+def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | None) -> RankEntry:
+    """This rank's entry, when the checkpoint belongs to this engine."""
+    in_runtime = any(
+        unit.layout == "runtime" and unit.method
+        for rank in found.ranks
+        for unit in rank.units.values()
+    )
+    here = identity.binding(vllm_config)
+    identity.refuse_mismatch(found.binding, here, in_runtime, directory)
+    entry = found.rank(identity.rank())
+    _refuse_strangers(directory, entry, pattern)
+    return entry
+
+
+def _refuse_strangers(directory: Path, entry: RankEntry, pattern: str | None) -> None:
+    """Raise `IncompleteError` for part files that look like this rank's but that no save wrote here."""
+
+    def name(part: str) -> str:
+        return ShardedStateLoader._render_default_pattern(pattern, part=part)
+
+    strangers = stale_parts(directory, name, set(entry.files))
+    if strangers:
+        raise IncompleteError(
+            f"{directory} holds parts that {manifest.FILE_NAME} does not list, as if two saves were "
+            f"mixed:\n{listed(os.path.basename(path) for path in strangers)}\n"
+            "Remove them, or save again into an empty directory."
+        )

@@ -1,0 +1,292 @@
+"""Put a saved rank back into a model: source tensors before upstream processes it, the rest after.
+
+Every tensor that the model reads has to be in the checkpoint, and every tensor of the checkpoint has
+to find its place; names, shapes and dtypes are compared before anything is copied.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+
+from .adopt import adopt, can_adopt
+from .checkpoint.manifest import AGAIN, RankEntry, TensorEntry
+from .checkpoint.parts import PartReader, dtype_name, holds
+from .errors import (
+    IncompleteError,
+    MismatchError,
+    RestoreError,
+    TensorMismatchError,
+    UnexpectedTensorError,
+    listed,
+)
+from .options import Options
+from .state import placeholders, plain, units
+from .state.twin import source_parameters
+from .state.units import Unit
+from .state.walk import Kind, Leaf, join
+
+logger = init_logger("vllm.sharded_state.restore")
+
+
+@dataclass
+class _Places:
+    """Faults found while tensors were matched with their places, by kind."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def refuse(self, directory: Path, strict: bool) -> None:
+        """Raise for the first kind of fault there is; missing tensors only when `strict`."""
+        if self.wrong:
+            raise TensorMismatchError(
+                f"Tensors in {directory} have another form than the model:\n{listed(self.wrong)}\n"
+                "The checkpoint belongs to another model or configuration; save again from this one."
+            )
+        if self.unexpected:
+            raise UnexpectedTensorError(
+                f"Tensors in {directory} have no place in the model:\n{listed(self.unexpected)}\n"
+                "The checkpoint belongs to another model or configuration; save again from this one."
+            )
+        if self.missing and strict:
+            raise IncompleteError(
+                f"The model reads tensors that {directory} does not hold:\n{listed(self.missing)}\n"
+                "Save the model again. To start all the same, with zeros (scales: 1.0) in their "
+                "place, set strict to false in model_loader_extra_config."
+            )
+
+
+class Restorer:
+    """Restores one rank's entry of a manifest."""
+
+    def __init__(
+        self, directory: Path, entry: RankEntry, reader: PartReader, options: Options
+    ) -> None:
+        self._directory = directory
+        self._entry = entry
+        self._reader = reader
+        self._strict = options.strict
+        self._defaulted: list[str] = []
+        self._early = self._by_path("source")
+        self._late = self._by_path("runtime")
+        self._check_files()
+
+    def before_processing(self, model: nn.Module) -> None:
+        """Fill source units, and give runtime units placeholders to be processed in their stead."""
+        split = units.split(model)
+        self._check_units(split)
+        fills: list[tuple[str, torch.Tensor]] = []
+        faults = _Places()
+        expected: set[str] = set()
+        for unit in split:
+            if self._layout(unit) == "source":
+                for key, tensor in source_parameters(unit).items():
+                    expected.add(key)
+                    fills.append((key, tensor))
+                    self._match(key, tensor, self._early, faults)
+        faults.unexpected += [path for path in self._early if path not in expected]
+        faults.refuse(self._directory, self._strict)
+        for key, tensor in fills:
+            self._fill(key, tensor, self._early)
+        inside = units.inside(model)
+        self._opaque: dict[str, set[str]] = {}
+        for unit in split:
+            leaves = units.leaves(unit, inside)
+            self._set_values(unit, leaves, "source")
+            if unit.processed and self._layout(unit) == "runtime":
+                self._opaque[unit.name] = {
+                    path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE
+                }
+                for key, tensor in source_parameters(unit).items():
+                    if isinstance(tensor, nn.Parameter):
+                        placeholders.fill(tensor, key)
+                if can_adopt(unit):
+                    adopt(unit, {p: self._read(p, self._late) for p in self._of(unit, self._late)})
+
+    def after_processing(self, model: nn.Module) -> None:
+        """Put every remaining tensor and value in place, and account for all that the model reads."""
+        faults = _Places()
+        placed: set[str] = set()
+        fills: list[tuple[str, torch.Tensor]] = []
+        leaves_by_unit = list(units.all_leaves(model))
+        for unit, leaves in leaves_by_unit:
+            runtime = self._layout(unit) == "runtime"
+            for path, leaf in leaves.items():
+                if not leaf.is_tensor:
+                    continue
+                if path in self._late:
+                    placed.add(path)
+                    fills.append((path, leaf.value))
+                    self._match(path, leaf.value, self._late, faults)
+                elif runtime:
+                    faults.missing.append(path)
+            if runtime and unit.processed:
+                self._refuse_native(unit, leaves)
+        added = {p: e for p, e in self._late.items() if p not in placed and e.owner is not None}
+        faults.unexpected += [p for p in self._late if p not in placed and p not in added]
+        faults.refuse(self._directory, self._strict)
+        modules = units.named_modules(model)
+        for path, entry in added.items():
+            assert entry.owner is not None
+            name = path.removeprefix(entry.owner).removeprefix(".")
+            device = next((t.device for _, t in fills), torch.device("cpu"))
+            setattr(modules[entry.owner], name, self._read(path, self._late).to(device, copy=True))
+        for path, tensor in fills:
+            self._fill(path, tensor, self._late)
+        for path in faults.missing:
+            self._default(path, next(lv[path].value for _, lv in leaves_by_unit if path in lv))
+        for unit, leaves in leaves_by_unit:
+            self._set_values(unit, leaves, "runtime")
+        self._add_values(modules, {path for _, leaves in leaves_by_unit for path in leaves})
+        self._warn_defaults()
+
+    def _by_path(self, stage: str) -> dict[str, TensorEntry]:
+        return {
+            path: entry
+            for name, entry in self._entry.tensors.items()
+            if entry.stage == stage
+            for path in (name.removesuffix(AGAIN), *entry.aliases)
+        }
+
+    def _check_files(self) -> None:
+        """Every listed tensor is in its file, in the listed form, and no file holds another."""
+        listed_keys: dict[str, set[str]] = {name: set() for name in self._entry.files}
+        for entry in self._entry.tensors.values():
+            listed_keys[entry.file].add(entry.key)
+        faults = _Places()
+        for file, keys in listed_keys.items():
+            found = set(self._reader.keys(file))
+            faults.missing += [f"{key} (in {file})" for key in keys - found]
+            faults.unexpected += [f"{key} (in {file})" for key in found - keys]
+        present = {
+            name: entry
+            for name, entry in self._entry.tensors.items()
+            if f"{entry.key} (in {entry.file})" not in faults.missing
+        }
+        for name, entry in present.items():
+            shape, dtype = self._reader.form(entry.file, entry.key)
+            if (shape, dtype) != (entry.shape, entry.dtype):
+                faults.wrong.append(
+                    f"{name}: {entry.shape} {entry.dtype} was saved, {entry.file} has {shape} {dtype}"
+                )
+        faults.refuse(self._directory, self._strict)
+        self._early = {p: e for p, e in self._early.items() if e in present.values()}
+        self._late = {p: e for p, e in self._late.items() if e in present.values()}
+
+    def _check_units(self, split: Iterable[Unit]) -> None:
+        """Layouts were recorded for exactly the modules that this model has, by the same methods."""
+        here = {unit.name: _method_name(unit) for unit in split}
+        saved = {name: unit.method for name, unit in self._entry.units.items()}
+        different = [
+            f"{name or '<model>'}: saved with {saved.get(name, 'nothing')}, here "
+            f"{here.get(name, 'nothing')}"
+            for name in sorted(saved.keys() | here.keys())
+            if saved.get(name, "") != here.get(name, "")
+        ]
+        if different:
+            raise MismatchError(
+                f"{self._directory} was saved from a model with other modules:\n{listed(different)}\n"
+                "Start the engine as it was when saving, or save again from this one."
+            )
+
+    def _layout(self, unit: Unit) -> str:
+        return self._entry.units[unit.name].layout
+
+    def _of(self, unit: Unit, entries: dict[str, TensorEntry]) -> list[str]:
+        prefix = join(unit.name, "")
+        return [path for path in entries if path.startswith(prefix)]
+
+    def _match(
+        self, path: str, tensor: torch.Tensor, entries: dict[str, TensorEntry], faults: _Places
+    ) -> None:
+        entry = entries.get(path)
+        if entry is None:
+            faults.missing.append(path)
+            return
+        dtype = dtype_name(tensor.dtype) if holds(tensor.dtype) else str(tensor.dtype)
+        if entry.shape != list(tensor.shape) or entry.dtype != dtype:
+            faults.wrong.append(
+                f"{path}: {entry.shape} {entry.dtype} saved, {list(tensor.shape)} {dtype} here"
+            )
+
+    def _read(self, path: str, entries: dict[str, TensorEntry]) -> torch.Tensor:
+        entry = entries[path]
+        return self._reader.get(entry.file, entry.key)
+
+    def _fill(self, path: str, tensor: torch.Tensor, entries: dict[str, TensorEntry]) -> None:
+        if path in entries:
+            tensor.data.copy_(self._read(path, entries))
+        else:
+            self._default(path, tensor)
+
+    def _default(self, path: str, tensor: torch.Tensor) -> None:
+        """The stated value of a missing tensor under `strict=false`: zeros, or 1.0 for a scale."""
+        value = 1.0 if "scale" in path.rpartition(".")[2] else 0.0
+        tensor.data.copy_(torch.full((), value, device=tensor.device).to(tensor.dtype))
+        self._defaulted.append(f"{path} = {value}")
+
+    def _set_values(self, unit: Unit, leaves: dict[str, Leaf], stage: str) -> None:
+        prefix = join(unit.name, "")
+        for name, entry in self._entry.values.items():
+            path = name.removesuffix(AGAIN)
+            leaf = leaves.get(path)
+            if entry.stage != stage or leaf is None or not path.startswith(prefix):
+                continue
+            value = plain.decode(entry.value)
+            if leaf.assign is not None:
+                leaf.assign(value)
+            elif not plain.equal(leaf.value, value):
+                raise RestoreError(
+                    f"{path} should be {value!r}, is {leaf.value!r}, and lies where it can't be "
+                    "replaced. Save the model again with this version of vLLM."
+                )
+
+    def _add_values(self, modules: dict[str, nn.Module], seen: set[str]) -> None:
+        """Set the values of attributes that no load creates; none may be left without a place."""
+        lost = []
+        for name, entry in self._entry.values.items():
+            path = name.removesuffix(AGAIN)
+            if entry.stage == "source" or path in seen:
+                continue
+            if entry.owner is None or entry.owner not in modules:
+                lost.append(path)
+            else:
+                attribute = path.removeprefix(entry.owner).removeprefix(".")
+                setattr(modules[entry.owner], attribute, plain.decode(entry.value))
+        if lost:
+            raise RestoreError(
+                f"Values that were saved have no place in the model:\n{listed(lost)}\n"
+                "Save the model again with this version of vLLM."
+            )
+
+    def _refuse_native(self, unit: Unit, leaves: dict[str, Leaf]) -> None:
+        made = [
+            path
+            for path, leaf in leaves.items()
+            if leaf.kind is Kind.OPAQUE and path not in self._opaque[unit.name]
+        ]
+        if made:
+            raise RestoreError(
+                f"{unit.name} was saved in runtime layout, but here native code keeps a copy of its "
+                f"weights, made of placeholders:\n{listed(made)}\n"
+                "Save the model again on this machine, or in source layout."
+            )
+
+    def _warn_defaults(self) -> None:
+        if self._defaulted:
+            logger.warning(
+                "%d tensors are missing in %s and were given values (strict is false):\n%s",
+                len(self._defaulted),
+                self._directory,
+                "\n".join(f"  {text}" for text in sorted(self._defaulted)),
+            )
+
+
+def _method_name(unit: Unit) -> str | None:
+    method: Any = getattr(unit.root, "quant_method", None) if unit.processed else None
+    return None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"

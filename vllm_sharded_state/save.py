@@ -1,0 +1,335 @@
+"""Model to directory: the state of one rank, unit by unit, and the manifest when all ranks are done."""
+
+import fnmatch
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from vllm.distributed import get_world_group
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+from . import identity, options, sidefiles
+from .checkpoint import manifest, parts
+from .checkpoint.manifest import Manifest, RankEntry, TensorEntry, UnitEntry, ValueEntry
+from .errors import OptionError, SaveError, ShardedStateError, listed
+from .mirrors import refuse_disagreement
+from .saved_source import SavedSource
+from .state import construction, plain, units
+from .state.layout import Chooser, Source, UnitState
+from .state.source import SourceReader
+from .state.twin import Twin
+from .state.walk import Kind
+
+logger = init_logger("vllm.sharded_state.save")
+
+
+def save_model(
+    model: nn.Module, path: str, pattern: str | None = None, max_size: int | None = None
+) -> None:
+    """Save this rank's state of `model` to the directory `path`; every rank calls it.
+
+    `pattern` names the part files as upstream's loader does, `max_size` (bytes) starts another part.
+    The manifest is published by rank 0 once every rank has written its own.
+
+    Raises `ShardedStateError`: `NotRepresentableError`, `StaleSourceError` or `NoSourceError` name the
+    module that can't be saved exactly; `SaveError` tells what went wrong with the directory.
+    """
+    model = model.unwrap() if hasattr(model, "unwrap") else model
+    built = construction.recall(model)
+    if built is None:
+        raise SaveError(
+            "The model was built before vllm-sharded-state was active in this process, so what it "
+            "was loaded from is not known.\nStart the engine with the plugin enabled, and save again."
+        )
+    directory = Path(path)
+    entry: RankEntry | None = None
+    failure: BaseException | None = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        manifest.remove(directory)
+        entry = _RankSaver(model, built, directory, pattern, max_size).save()
+    except ShardedStateError as error:
+        failure = error
+    except OSError as error:
+        failure = SaveError(f"{directory} can't be written: {error}")
+        failure.__cause__ = error
+    entries = _exchange(entry, failure)
+    if dist.get_rank() == 0 if dist.is_initialized() else True:
+        _publish(directory, model, built.vllm_config, entries)
+    _barrier()
+
+
+class _RankSaver:
+    """Saves one rank. Tensors go to disk unit by unit, as soon as their layout is known."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        built: construction.Construction,
+        directory: Path,
+        pattern: str | None,
+        max_size: int | None,
+    ) -> None:
+        self._config: Any = built.vllm_config
+        self._model = model
+        self._initial = built.initial
+        self._keys = built.keys
+        self._directory = directory
+        self._rank = identity.rank()
+        self._entry = RankEntry(self._rank)
+        self._part_name = _part_name(pattern, max_size is not None)
+        self._hidden_name = _hidden_name(self._rank, self._part_name)
+        self._wanted = options.layout_to_save(self._config.load_config)
+        self._max_size = max_size
+        self._paths: dict[tuple[Any, ...], str] = {}
+
+    def save(self) -> RankEntry:
+        """Write every unit; returns the rank's entry of the manifest."""
+        identity.refuse_ambiguous_ranks(self._config)
+        states = list(units.all_leaves(self._model))
+        every_leaf = {path: leaf for _, leaves in states for path, leaf in leaves.items()}
+        refuse_disagreement(every_leaf)
+        self._live = {id(leaf.value) for leaf in every_leaf.values() if leaf.is_tensor}
+        self._stock_keys = _stock_keys(every_leaf.values()) if self._wanted == "source" else {}
+        room = parts.header_room([*every_leaf, *self._keys])
+        main = parts.PartWriter(self._directory, self._part_name, self._max_size, room)
+        hidden = parts.PartWriter(self._directory, self._hidden_name, self._max_size, room)
+        chooser = Chooser(
+            self._config, _device(self._config), self._initial, self._wanted, self._source
+        )
+        try:
+            for unit, leaves in states:
+                self._write(chooser.choose(unit, leaves), main, hidden)
+            main.close()
+            hidden.close()
+        except BaseException:
+            main.abandon()
+            hidden.abandon()
+            raise
+        self._entry.files = main.files | hidden.files
+        self._remove_stale_parts()
+        self._log()
+        return self._entry
+
+    def _source(self) -> Source:
+        twin = Twin(self._config)
+        if self._config.load_config.load_format == "sharded_state":
+            return SavedSource(twin)
+        return SourceReader(twin, self._initial)
+
+    def _write(self, state: UnitState, main: parts.PartWriter, hidden: parts.PartWriter) -> None:
+        method = getattr(state.unit.root, "quant_method", None) if state.unit.processed else None
+        name = None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"
+        self._entry.units[state.unit.name] = UnitEntry(state.layout, name)
+        for key, tensor in state.source.items():
+            self._tensor(key, tensor, "source", Kind.PARAMETER, main)
+        for leaf in state.overlay:
+            if leaf.is_tensor:
+                # In a source unit, a part may only hold what stock puts in place before processing.
+                own = leaf.in_state_dict and state.layout == "runtime"
+                owner = leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
+                writer = main if own else hidden
+                self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, owner)
+            else:
+                owner = leaf.owner if leaf.attribute else None
+                self._value(leaf.path, leaf.value, "runtime", owner)
+        for path, value in state.before.items():
+            self._value(path, value, "source", None)
+
+    def _value(self, path: str, value: object, stage: str, owner: str | None) -> None:
+        name = path if stage == "runtime" else f"{path}{manifest.AGAIN}"
+        self._entry.values[name] = ValueEntry(plain.encode(value), stage, owner)
+
+    def _tensor(
+        self,
+        path: str,
+        tensor: torch.Tensor,
+        stage: str,
+        kind: Kind,
+        writer: parts.PartWriter,
+        owner: str | None = None,
+    ) -> None:
+        """Write a tensor, or note that it is another one under a second path."""
+        if not parts.holds(tensor.dtype):
+            raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
+        # Only a live tensor's address identifies it: a rebuilt one gives its memory back.
+        same = (stage, *_place(tensor)) if id(tensor) in self._live and tensor.numel() else None
+        first = self._paths.get(same) if same else None
+        if first is not None and not self._stock_needs_both(path, first):
+            self._entry.tensors[first].aliases.append(path)
+            return
+        # A source unit may hold a buffer twice: as it is before processing, and as it is now.
+        place = f"{path}{manifest.AGAIN}" if path in self._entry.tensors else path
+        if same:
+            self._paths.setdefault(same, place)
+        key = self._stock_keys.get(path, path)
+        file = writer.add(key, tensor)
+        self._entry.tensors[place] = TensorEntry(
+            file,
+            key,
+            str(kind),
+            parts.dtype_name(tensor.dtype),
+            list(tensor.shape),
+            stage,
+            owner=owner,
+        )
+
+    def _stock_needs_both(self, path: str, first: str) -> bool:
+        """Whether stock vLLM wants a tied tensor twice.
+
+        A key `lm_head.weight` makes stock untie the embeddings (`ModelConfig.maybe_untie_word_
+        embeddings`), ask for both, and tie them again when they are equal.
+        """
+        tied_head = path.endswith("lm_head.weight") or first.endswith("lm_head.weight")
+        return self._wanted == "source" and tied_head
+
+    def _remove_stale_parts(self) -> None:
+        """Remove parts that an earlier save left under this rank's names."""
+        for name in (self._part_name, self._hidden_name):
+            for path in parts.stale_parts(self._directory, name, set(self._entry.files)):
+                path.unlink()
+
+    def _log(self) -> None:
+        size = sum(self._entry.files.values())
+        layouts = [unit.layout for unit in self._entry.units.values() if unit.method]
+        logger.info(
+            "Saved rank %d: %d tensors, %.2f GiB in %d files; %d modules in runtime layout, %d in "
+            "source layout",
+            self._rank,
+            len(self._entry.tensors),
+            size / 2**30,
+            len(self._entry.files),
+            layouts.count("runtime"),
+            layouts.count("source"),
+        )
+
+
+def _publish(directory: Path, model: nn.Module, config: Any, entries: list[RankEntry]) -> None:
+    """Rank 0: copy the files beside the weights, then publish the manifest."""
+    model_config = config.model_config
+    try:
+        for origin in {str(model_config.model), str(model_config.tokenizer)}:
+            folder = _local_folder(origin, model_config.revision)
+            if folder is not None:
+                sidefiles.copy(folder, directory)
+        manifest.write(
+            directory,
+            Manifest(
+                written_by=identity.written_by(),
+                binding=identity.binding(config),
+                tied_word_embeddings=_is_tied(model_config, entries),
+                ranks=sorted(entries, key=lambda entry: entry.rank),
+            ),
+        )
+    except OSError as error:
+        raise SaveError(f"{directory} can't be written: {error}") from error
+
+
+def _local_folder(origin: str, revision: str | None) -> Path | None:
+    """The directory of a model or tokenizer: itself, or its snapshot in the hub's cache."""
+    if Path(origin).is_dir():
+        return Path(origin)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(origin, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
+        logger.warning(
+            "%s is not on this machine: its config and tokenizer were not copied", origin
+        )
+        return None
+
+
+def _is_tied(model_config: Any, entries: list[RankEntry]) -> bool:
+    if getattr(model_config.hf_config, "tie_word_embeddings", False):
+        return True
+    for entry in entries:
+        for path, tensor in entry.tensors.items():
+            names = [path, *tensor.aliases]
+            if len(names) > 1 and any(name.endswith("lm_head.weight") for name in names):
+                return True
+    return False
+
+
+def _part_name(pattern: str | None, several: bool) -> Callable[[Any], str]:
+    def name(part: Any) -> str:
+        return ShardedStateLoader._render_default_pattern(pattern, part=part)
+
+    if several and name(0) == name(1):
+        raise OptionError(
+            f"File pattern {pattern!r} lacks {{part}}, so every part would have one name.\n"
+            "Add {part} to it, or save without a maximal size."
+        )
+    return name
+
+
+def _hidden_name(rank: int, part_name: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Names for hidden state that upstream's pattern does not match, so that stock never reads it."""
+
+    def name(part: Any) -> str:
+        return f"hidden-state-rank-{rank}-part-{part}.safetensors"
+
+    if fnmatch.fnmatch(name(0), part_name("*")):
+        raise OptionError(
+            f"The file pattern gives {part_name('*')!r}, which also matches {name('*')!r}, where "
+            "hidden state is kept.\nUse a pattern with a name of its own."
+        )
+    return name
+
+
+def _stock_keys(leaves: Any) -> dict[str, str]:
+    """For a tensor that `state_dict()` shows under several keys: the one that stock's loader wants.
+
+    `ShardedStateLoader._filter_subtensors` keeps the first in alphabetical order. Tied heads are
+    another matter, see `_stock_needs_both`.
+    """
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for leaf in leaves:
+        if leaf.in_state_dict and leaf.value.numel():
+            groups.setdefault(_place(leaf.value), []).append(leaf.path)
+    return {
+        path: min(paths)
+        for paths in groups.values()
+        if not any(path.endswith("lm_head.weight") for path in paths)
+        for path in paths
+    }
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two views of the same elements in memory."""
+    form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor.device, tensor.data_ptr(), *form)
+
+
+def _device(config: Any) -> torch.device:
+    return torch.device(config.load_config.device or config.device_config.device)
+
+
+def _exchange(entry: RankEntry | None, failure: BaseException | None) -> list[RankEntry]:
+    """Give every rank's entry to all; raise everywhere when one rank failed."""
+    if not dist.is_initialized() or get_world_group().world_size == 1:
+        if failure is not None:
+            raise failure
+        assert entry is not None
+        return [entry]
+    group = get_world_group()
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    results: list[Any] = [None] * group.world_size
+    dist.all_gather_object(results, (entry, told), group=group.cpu_group)
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(results) if text]
+    if failed:
+        raise SaveError(f"Nothing was published, because saving failed on:\n{listed(failed)}")
+    return [result for result, _ in results]
+
+
+def _barrier() -> None:
+    """Return on no rank before the checkpoint is published."""
+    if dist.is_initialized() and get_world_group().world_size > 1:
+        dist.barrier(group=get_world_group().cpu_group)

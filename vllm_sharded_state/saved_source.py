@@ -1,0 +1,59 @@
+"""Source tensors for an engine that was itself started from sharded state: they lie in its directory."""
+
+from pathlib import Path
+
+import torch
+
+from . import identity
+from .checkpoint import manifest
+from .checkpoint.parts import PartReader
+from .errors import NoSourceError
+from .state import plain
+from .state.twin import Twin, source_parameters
+
+
+class SavedSource:
+    """Reads the source tensors of units from the sharded state that the engine was started from.
+
+    Raises `NoSourceError` when the directory has no manifest, or holds a unit in runtime layout only.
+    """
+
+    def __init__(self, twin: Twin) -> None:
+        self._twin = twin
+        self._directory = Path(str(twin.vllm_config.model_config.model))
+        found = manifest.read(self._directory)
+        if found is None:
+            raise NoSourceError(
+                f"{self._directory} has no {manifest.FILE_NAME}, so it does not tell what its tensors "
+                "were before they were processed.\nSave from the model's own checkpoint instead."
+            )
+        self._entry = found.rank(identity.rank())
+        self._reader = PartReader(self._directory, dict(self._entry.files))
+        self._places = {
+            path: tensor
+            for key, tensor in self._entry.tensors.items()
+            if tensor.stage == "source"
+            for path in (key, *tensor.aliases)
+        }
+
+    def side_effects(self, unit: str) -> dict[str, object]:
+        """Values that weight loaders had set on the modules of `unit` before it was processed."""
+        return {
+            key.removesuffix(manifest.AGAIN): plain.decode(value.value)
+            for key, value in self._entry.values.items()
+            if value.stage == "source" and key.startswith(f"{unit}.")
+        }
+
+    def read(self, unit: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """The source tensors of `unit` by key, on `device`; nothing in a saved unit is incomplete."""
+        tensors = {}
+        for key in source_parameters(self._twin.units[unit]):
+            place = self._places.get(key)
+            if place is None:
+                raise NoSourceError(
+                    f"{unit} can't be saved in source layout: {self._directory} holds it in runtime "
+                    "layout, and there is no way back.\nSave it with layout=auto or runtime, or "
+                    "start the engine from the model's own checkpoint."
+                )
+            tensors[key] = self._reader.get(place.file, place.key).to(device)
+        return tensors, []

@@ -1,0 +1,64 @@
+"""What processing makes of a unit's tensors, seen by processing placeholders twice."""
+
+from dataclasses import dataclass
+
+import torch
+
+from . import placeholders
+from .compare import compare
+from .kernels import same_bits
+from .process import process
+from .twin import TwinPool, discard, materialize, source_parameters
+from .units import Unit
+from .walk import Kind, Leaf
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The effect of processing on one unit.
+
+    is_identity: each source tensor keeps its name, form and bytes (a copy may have been captured).
+    tensors: what `state_dict()` shows afterwards, by key.
+    derived: leaves outside of `state_dict()` that depend on the weights.
+    captured: leaves owned by native code that processing created.
+    """
+
+    is_identity: bool
+    tensors: dict[str, torch.Tensor]
+    derived: list[str]
+    captured: list[str]
+
+
+def rehearse(pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
+    """Process two twins of `unit`, filled with different placeholders, and compare them."""
+    first, opaque, filled = _processed(pool, unit, device, seed=0)
+    second, _, _ = _processed(pool, unit, device, seed=1)
+    difference = compare(first, second, opaque, bytes_matter=True)
+    shown = {path: leaf.value for path, leaf in first.items() if leaf.in_state_dict}
+    return Rehearsal(
+        is_identity=shown.keys() == filled.keys()
+        and all(same_bits(shown[key], filled[key]) for key in filled),
+        tensors=shown,
+        derived=[leaf.path for leaf in difference.overlay if not leaf.in_state_dict]
+        + difference.unfit,
+        captured=difference.captured,
+    )
+
+
+def _processed(
+    pool: TwinPool, unit: Unit, device: torch.device, seed: int
+) -> tuple[dict[str, Leaf], frozenset[str], dict[str, torch.Tensor]]:
+    """The leaves of a processed twin, its leaves that were opaque before, and what it was filled with."""
+    twin = pool.unused(unit.name)
+    leaves = twin.leaves(twin.units[unit.name])
+    opaque = frozenset(path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE)
+    copy = twin.take(unit.name)
+    materialize(copy, leaves, device, {})
+    for key, tensor in source_parameters(copy).items():
+        if isinstance(tensor, torch.nn.Parameter):
+            placeholders.fill(tensor, key, seed)
+    filled = {key: tensor.detach().clone() for key, tensor in source_parameters(copy).items()}
+    process(copy, twin.vllm_config, device)
+    processed = twin.leaves(copy)
+    discard(copy)
+    return processed, opaque, filled

@@ -1,0 +1,242 @@
+"""Load what stock vLLM saved: runtime tensors without a manifest, wherever they are enough.
+
+Stock writes `state_dict()` after processing, and nothing else. Whether that is enough is tried out for
+each module on a twin: what processing leaves must either be a tensor of the checkpoint, or not depend
+on the weights at all.
+"""
+
+import glob
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+from .adopt import adopt, can_adopt
+from .checkpoint.parts import PartReader
+from .errors import (
+    IncompleteError,
+    NotRepresentableError,
+    TensorMismatchError,
+    UnexpectedTensorError,
+    listed,
+)
+from .options import Options
+from .state import placeholders, units
+from .state.rehearsal import Rehearsal, rehearse
+from .state.twin import TwinPool, source_parameters
+from .state.units import Unit
+from .state.walk import join
+
+_AGAIN = (
+    "Save it again with vllm-sharded-state installed: start the engine from the model's own checkpoint "
+    "and call save_sharded_state."
+)
+
+
+class StockRestorer:
+    """Restores one rank's parts as stock vLLM wrote them."""
+
+    def __init__(
+        self, directory: Path, pattern: str | None, vllm_config: Any, options: Options
+    ) -> None:
+        self._directory = directory
+        self._strict = options.strict
+        self._config = vllm_config
+        name = ShardedStateLoader._render_default_pattern(pattern, part="*")
+        files = sorted(Path(path).name for path in glob.glob(str(directory / name)))
+        if not files:
+            raise IncompleteError(_no_files(directory, name))
+        self._reader = PartReader(directory, dict.fromkeys(files))
+        places = [(key, file) for file in files for key in self._reader.keys(file)]
+        doubled = [key for key, count in Counter(key for key, _ in places).items() if count > 1]
+        if doubled:
+            raise UnexpectedTensorError(
+                f"{directory} holds tensors in more than one part, as if two saves were mixed:\n"
+                f"{listed(doubled)}\nRemove the parts that are not wanted, or save again."
+            )
+        self._files = dict(places)
+        self._late: dict[str, set[str]] = {}
+
+    def before_processing(self, model: nn.Module) -> None:
+        """Decide for each unit whether its tensors go in before or after processing; fill the former."""
+        pool = TwinPool(self._config)
+        inside = units.inside(model)
+        early: list[tuple[str, torch.Tensor]] = []
+        adopted: list[Unit] = []
+        problems = _Problems()
+        wanted: set[str] = set()
+        shared = _shared_keys(model)
+        for unit in units.split(model):
+            leaves = units.leaves(unit, inside)
+            own = {key for key in self._files if key.startswith(join(unit.name, ""))}
+            own &= {p for p in self._files if _owner(p) in unit.modules}
+            before = source_parameters(unit)
+            if not unit.processed:
+                found = self._match(before, own, shared, problems)
+                early += [(key, before[key]) for key in found]
+            elif can_adopt(unit):
+                buffers = {p: x.value for p, x in leaves.items() if _is_scale(p)}
+                self._match(dict.fromkeys(buffers), own, shared, problems)
+                adopted.append(unit)
+                self._late[unit.name] = own
+            else:
+                rehearsal = rehearse(pool, unit, torch.device(self._config.device_config.device))
+                if rehearsal.is_identity:
+                    found = self._match(before, own, shared, problems)
+                    early += [(key, before[key]) for key in found]
+                else:
+                    self._check_runtime(unit, rehearsal, own, shared, problems)
+                    self._late[unit.name] = own
+                    for key, tensor in before.items():
+                        if isinstance(tensor, nn.Parameter):
+                            placeholders.fill(tensor, key)
+            wanted |= own
+            if isinstance(unit.root, LinearBase) and problems.lacks(unit.name):
+                problems.packed.append(unit.name)
+        problems.unexpected += sorted(set(self._files) - wanted)
+        problems.refuse(self._directory, self._strict)
+        for key, tensor in early:
+            tensor.data.copy_(self._read(key))
+        for unit in adopted:
+            adopt(unit, {key: self._read(key) for key in self._late[unit.name]})
+
+    def after_processing(self, model: nn.Module) -> None:
+        """Fill the tensors that processing has created, in place."""
+        for unit, leaves in units.all_leaves(model):
+            wrong = []
+            for key in self._late.get(unit.name, ()):
+                leaf = leaves.get(key)
+                tensor = self._read(key)
+                if leaf is None or not leaf.is_tensor:
+                    wrong.append(f"{key}: no place in the model")
+                elif leaf.value.shape != tensor.shape or leaf.value.dtype != tensor.dtype:
+                    wrong.append(_forms(key, tensor, leaf.value))
+                else:
+                    leaf.value.data.copy_(tensor)
+            if wrong:
+                raise TensorMismatchError(
+                    f"Tensors in {self._directory} do not fit the model:\n{listed(wrong)}\n{_AGAIN}"
+                )
+
+    def _read(self, key: str) -> torch.Tensor:
+        return self._reader.get(self._files[key], key)
+
+    def _match(
+        self,
+        places: dict[str, torch.Tensor] | dict[str, None],
+        own: set[str],
+        shared: set[str],
+        problems: "_Problems",
+    ) -> list[str]:
+        """The keys that are in the checkpoint and fit; the others are noted in `problems`."""
+        found = []
+        for key, place in places.items():
+            if key not in own:
+                if key not in shared:
+                    problems.missing.append(key)
+                continue
+            tensor = self._read(key)
+            if place is not None and (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
+                if tensor.numel() == 0:
+                    problems.missing.append(key)
+                else:
+                    problems.wrong.append(_forms(key, tensor, place))
+                continue
+            found.append(key)
+        return found
+
+    def _check_runtime(
+        self,
+        unit: Unit,
+        rehearsal: Rehearsal,
+        own: set[str],
+        shared: set[str],
+        problems: "_Problems",
+    ) -> None:
+        problems.unheld += [f"{path} (not in a state dict)" for path in rehearsal.derived]
+        problems.unheld += [f"{path} (native code)" for path in rehearsal.captured]
+        self._match(rehearsal.tensors, own, shared, problems)
+
+
+class _Problems:
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.wrong: list[str] = []
+        self.unheld: list[str] = []
+        self.packed: list[str] = []
+
+    def lacks(self, unit: str) -> bool:
+        """Whether a tensor of `unit` is missing."""
+        return any(key.startswith(f"{unit}.") for key in self.missing)
+
+    def refuse(self, directory: Path, strict: bool) -> None:
+        """Raise for what stands against loading, causes first."""
+        if self.unheld:
+            raise NotRepresentableError(
+                f"{directory} was saved by stock vLLM, which does not save all that this model reads:\n"
+                f"{listed(self.unheld)}\n{_AGAIN}"
+            )
+        if self.wrong:
+            raise TensorMismatchError(
+                f"Tensors in {directory} have another form than the model:\n{listed(self.wrong)}\n"
+                f"They belong to another model, number of ranks or kernel. {_AGAIN}"
+            )
+        if self.missing and (strict or self.packed):
+            cause = (
+                "It was saved by stock vLLM on a backend that packs weights away, as the CPU does: "
+                "stock leaves those out.\n"
+                if self.packed
+                else ""
+            )
+            raise IncompleteError(
+                f"Missing keys: the model reads tensors that {directory} does not hold:\n"
+                f"{listed(self.missing)}\n{cause}{_AGAIN}"
+            )
+        if self.unexpected:
+            raise UnexpectedTensorError(
+                f"Tensors in {directory} have no place in the model:\n{listed(self.unexpected)}\n"
+                "They belong to another model or configuration."
+            )
+
+
+def _owner(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _is_scale(path: str) -> bool:
+    return path.rpartition(".")[2] in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+
+
+def _shared_keys(model: nn.Module) -> set[str]:
+    """Keys that stock leaves out because another key shows the same tensor, the first in order."""
+    first: dict[int, str] = {}
+    for key, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        first.setdefault(id(tensor), key)
+    kept = set(first.values())
+    return {key for key in model.state_dict() if key not in kept}
+
+
+def _forms(key: str, saved: torch.Tensor, here: torch.Tensor) -> str:
+    return (
+        f"{key}: {list(saved.shape)} {saved.dtype} saved, {list(here.shape)} {here.dtype} here"
+    ).replace("torch.", "")
+
+
+def _no_files(directory: Path, name: str) -> str:
+    others = sorted(path.name for path in directory.glob("*.safetensors"))
+    text = f"{directory} holds no part {name!r} and no sharded_state.json"
+    if others:
+        text += f"; it holds:\n{listed(others)}\n"
+        text += (
+            "Parts of other ranks mean another tensor or pipeline parallel size; other names, another "
+            "pattern (model_loader_extra_config), or a checkpoint that was never sharded, which loads "
+            "with the default load_format."
+        )
+    else:
+        text += ".\nGive the directory that save_sharded_state wrote."
+    return text
