@@ -1,0 +1,366 @@
+"""The patches that hand a call of vLLM's over to this package, with stand-ins for what they call."""
+
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.config.model
+import vllm.config.vllm
+from safetensors import safe_open
+from safetensors.torch import save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader, sharded_state_loader, utils
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+from vllm_sharded_state.patches import (
+    inward,
+    remember_construction,
+    sharded_state_init,
+    sharded_state_load_model,
+    sharded_state_load_weights,
+    sharded_state_save_model,
+    untie_word_embeddings,
+)
+
+RUNAI = "runai_streamer_sharded"
+
+
+class Called(list):
+    """Stands for a function of this package: notes its arguments, returns `answer`."""
+
+    answer: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.append((args, kwargs))
+        return self.answer
+
+
+def stand_for(monkeypatch: pytest.MonkeyPatch, module: str, function: str) -> Called:
+    """Put a `Called` where a patch would import the function from, whether or not it is there."""
+    called = Called()
+    stand_in = types.ModuleType(f"vllm_sharded_state.{module}")
+    setattr(stand_in, function, called)
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    return called
+
+
+def load_config(load_format: str = "sharded_state", **extra: Any) -> LoadConfig:
+    return LoadConfig(load_format=load_format, model_loader_extra_config=extra)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The parallel state of a process that is alone."""
+    group = SimpleNamespace(world_size=1)
+    for name, value in {
+        "get_pp_group": lambda: group,
+        "get_tp_group": lambda: group,
+        "get_pipeline_model_parallel_rank": lambda: 0,
+        "get_tensor_model_parallel_rank": lambda: 0,
+    }.items():
+        monkeypatch.setattr(f"vllm.distributed.{name}", value)
+
+
+# --- inward ---------------------------------------------------------------
+
+
+def test_inward_imports_when_called_and_hides_no_error(monkeypatch):
+    assert inward.inward("envs", "layout")() == "auto"
+    with pytest.raises(ModuleNotFoundError, match=r"vllm_sharded_state\.no_such_module"):
+        inward.inward("no_such_module", "function")
+    with pytest.raises(AttributeError, match="no_such_function"):
+        inward.inward("envs", "no_such_function")
+
+
+def test_a_stand_in_is_gone_after_its_block():
+    with inward.stand_in("envs", "layout", lambda: "probe"):
+        assert inward.inward("envs", "layout")() == "probe"
+        with inward.stand_in("envs", "layout", lambda: "inner"):
+            assert inward.inward("envs", "layout")() == "inner"
+        assert inward.inward("envs", "layout")() == "probe"
+    assert inward.inward("envs", "layout")() == "auto"
+
+
+# --- remember_construction ---------------------------------------------------------------
+
+
+def test_models_are_remembered_with_their_configuration(monkeypatch):
+    remember_construction.PATCH.apply()
+    remembered = stand_for(monkeypatch, "state.construction", "remember")
+    vllm_config = VllmConfig()
+    model = torch.nn.Linear(2, 2)
+    with set_current_vllm_config(vllm_config):
+        utils.record_metadata_for_reloading(model)
+    assert remembered == [((model, vllm_config), {})]
+    assert LAYERWISE_INFO[model].restore_metadata[0]["weight"].is_meta
+
+
+def test_upstreams_function_is_left_alone_elsewhere():
+    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    stock = layerwise.record_metadata_for_reloading
+    assert utils.record_metadata_for_reloading is stock
+    remember_construction.PATCH.apply()
+    assert utils.record_metadata_for_reloading is not stock
+    assert layerwise.record_metadata_for_reloading is stock
+
+
+# --- sharded_state_init ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["strict", "layout"])
+def test_stock_refuses_our_keys(key):
+    with pytest.raises(ValueError, match="Unexpected extra config keys"):
+        ShardedStateLoader(load_config(**{key: True}))
+
+
+def test_options_are_taken_and_upstream_gets_the_rest(monkeypatch):
+    sharded_state_init.PATCH.apply()
+    take = stand_for(monkeypatch, "load", "take_options")
+    take.answer = (load_config(pattern="x-{rank}-{part}"), "the options")
+    config = load_config(pattern="x-{rank}-{part}", strict=False)
+    loader = get_model_loader(config)
+    assert type(loader) is ShardedStateLoader
+    assert take == [((config,), {})]
+    assert (loader.vss_options, loader.pattern) == ("the options", "x-{rank}-{part}")
+
+
+def test_errors_about_options_reach_the_caller(monkeypatch):
+    sharded_state_init.PATCH.apply()
+
+    def refuse(config: LoadConfig) -> None:
+        raise ValueError("unknown keys: a, b")
+
+    stand_in = types.ModuleType("vllm_sharded_state.load")
+    stand_in.take_options = refuse
+    monkeypatch.setitem(sys.modules, "vllm_sharded_state.load", stand_in)
+    with pytest.raises(ValueError, match="unknown keys: a, b"):
+        get_model_loader(load_config(b=1, a=2))
+
+
+def test_the_streamers_loader_keeps_upstreams_options(monkeypatch):
+    sharded_state_init.PATCH.apply()
+    take = stand_for(monkeypatch, "load", "take_options")
+    assert ShardedStateLoader(load_config(RUNAI, pattern="p-{rank}-{part}")).pattern
+    with pytest.raises(ValueError, match="Unexpected extra config keys"):
+        ShardedStateLoader(load_config(RUNAI, strict=True))
+    assert take == []
+
+
+def test_the_docstring_documents_each_key():
+    sharded_state_init.PATCH.apply()
+    for key in ("`pattern`", "`strict`", "`layout`"):
+        assert key in ShardedStateLoader.__init__.__doc__
+
+
+# --- sharded_state_load_model ---------------------------------------------------------------
+
+
+class Notebook(ShardedStateLoader):
+    """Notes the order of the steps of upstream's `load_model`, then stops."""
+
+    def __init__(self, load_format: str) -> None:
+        self.load_config = LoadConfig(load_format=load_format, device="cpu")
+        self.steps: list[str] = []
+
+    def create_model(self, **kwargs: Any) -> torch.nn.Module:
+        self.steps.append(f"create {kwargs['prefix']!r}")
+        return torch.nn.Module()
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        self.steps.append("load")
+        raise InterruptedError
+
+
+VLLM_CONFIG: Any = SimpleNamespace(load_config=LoadConfig(device="cpu"), device_config=None)
+MODEL_CONFIG: Any = SimpleNamespace(dtype=torch.float32)
+
+
+def test_load_model_is_handed_over(monkeypatch):
+    sharded_state_load_model.PATCH.apply()
+    load = stand_for(monkeypatch, "load", "load_model")
+    load.answer = torch.nn.Linear(1, 1)
+    loader = Notebook("sharded_state")
+    result = loader.load_model(VLLM_CONFIG, MODEL_CONFIG, prefix="draft")
+    assert result is load.answer
+    ((args, kwargs),) = load
+    assert args[:4] == (loader, VLLM_CONFIG, MODEL_CONFIG, "draft")
+    assert kwargs == {}
+    assert loader.steps == []
+    with pytest.raises(InterruptedError):
+        args[4](VLLM_CONFIG, MODEL_CONFIG, "draft")
+    assert loader.steps == ["create 'draft'", "load"]
+
+
+def test_load_model_by_keyword_as_vllm_calls_it(monkeypatch):
+    sharded_state_load_model.PATCH.apply()
+    load = stand_for(monkeypatch, "load", "load_model")
+    Notebook("sharded_state").load_model(vllm_config=VLLM_CONFIG, model_config=MODEL_CONFIG)
+    assert load[0][0][1:4] == (VLLM_CONFIG, MODEL_CONFIG, "")
+
+
+def test_other_loaders_keep_the_inherited_method():
+    base = importlib.import_module("vllm.model_executor.model_loader.base_loader").BaseModelLoader
+    before = vars(base)["load_model"]
+    sharded_state_load_model.PATCH.apply()
+    assert vars(base)["load_model"] is before
+    assert ShardedStateLoader.load_model is not before
+
+
+def test_the_streamers_load_model_is_upstreams(monkeypatch):
+    sharded_state_load_model.PATCH.apply()
+    load = stand_for(monkeypatch, "load", "load_model")
+    loader = Notebook(RUNAI)
+    with pytest.raises(InterruptedError):
+        loader.load_model(VLLM_CONFIG, MODEL_CONFIG)
+    assert loader.steps == ["create ''", "load"]
+    assert load == []
+
+
+# --- sharded_state_load_weights ---------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_scale = torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+        self.register_buffer("_k_scale", torch.tensor(1.0))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """A sharded state that holds the processed scale alone, and its model config."""
+    save_file({"_k_scale": torch.tensor(0.5)}, tmp_path / "model-rank-0-part-0.safetensors")
+    return SimpleNamespace(model=str(tmp_path), model_weights=None)
+
+
+def test_stock_misses_the_parameter_of_a_processed_scale(one_rank, saved):
+    with pytest.raises(ValueError, match=r"Missing keys \('k_scale',\)"):
+        ShardedStateLoader(load_config()).load_weights(Scaled(), saved)
+
+
+def test_load_weights_is_handed_over(monkeypatch, one_rank, saved):
+    sharded_state_load_weights.PATCH.apply()
+    load = stand_for(monkeypatch, "load", "load_weights")
+    loader, model = ShardedStateLoader(load_config()), Scaled()
+    assert loader.load_weights(model, saved) is None
+    ((args, _),) = load
+    assert args[:3] == (loader, model, saved)
+    assert model._k_scale.item() == 1.0
+    with pytest.raises(ValueError, match=r"Missing keys \('k_scale',\)"):
+        args[3](model, saved)
+    assert model._k_scale.item() == 0.5
+
+
+def test_the_streamers_load_weights_is_upstreams(monkeypatch, one_rank, saved):
+    sharded_state_load_weights.PATCH.apply()
+    load = stand_for(monkeypatch, "load", "load_weights")
+    read = {"_k_scale": torch.tensor(0.25), "k_scale": torch.tensor(0.125)}
+    monkeypatch.setattr(
+        sharded_state_loader, "runai_safetensors_weights_iterator", lambda *args: read.items()
+    )
+    model = Scaled()
+    ShardedStateLoader(load_config(RUNAI)).load_weights(model, saved)
+    assert (model._k_scale.item(), model.k_scale.item()) == (0.25, 0.125)
+    assert load == []
+
+
+# --- sharded_state_save_model ---------------------------------------------------------------
+
+
+def packed_model() -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    return model
+
+
+def test_stock_saves_a_packed_model_without_its_weight(one_rank, tmp_path):
+    ShardedStateLoader.save_model(packed_model(), str(tmp_path))
+    with safe_open(tmp_path / "model-rank-0-part-0.safetensors", framework="pt") as file:
+        assert list(file.keys()) == ["bias"]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [({}, (None, None)), ({"pattern": "p", "max_size": 7}, ("p", 7)), ({"max_size": 7}, (None, 7))],
+)
+def test_save_model_is_handed_over(monkeypatch, tmp_path, keywords, expected):
+    sharded_state_save_model.PATCH.apply()
+    save = stand_for(monkeypatch, "save", "save_model")
+    model = packed_model()
+    assert ShardedStateLoader.save_model(model, str(tmp_path), **keywords) is None
+    assert save == [((model, str(tmp_path), *expected), {})]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- untie_word_embeddings ---------------------------------------------------------------
+
+
+class Nested:
+    """A configuration of two levels, both of which say whether the embeddings are tied."""
+
+    def __init__(self, tied: bool) -> None:
+        self.tie_word_embeddings = tied
+        self.text = SimpleNamespace(tie_word_embeddings=tied)
+
+    def get_text_config(self) -> Any:
+        return self.text
+
+    def levels(self) -> tuple[bool, bool]:
+        return self.tie_word_embeddings, self.text.tie_word_embeddings
+
+
+@pytest.fixture
+def with_lm_head(tmp_path: Path) -> Path:
+    """A directory whose weights hold an `lm_head.weight`, indexed as upstream looks for it."""
+    save_file({"lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+def untie(directory: Path, tied: bool = True) -> tuple[Any, tuple[bool, bool]]:
+    config = SimpleNamespace(
+        model=str(directory),
+        revision=None,
+        hf_config=Nested(tied),
+        word_embeddings_untied_by_checkpoint=False,
+    )
+    vllm.config.model.ModelConfig.maybe_untie_word_embeddings(config)
+    return config, config.hf_config.levels()
+
+
+def test_stock_unties_where_it_sees_the_key(with_lm_head):
+    config, levels = untie(with_lm_head)
+    assert levels == (False, False)
+    assert config.word_embeddings_untied_by_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("manifest", "levels", "compared_later"),
+    [(True, (True, True), False), (False, (False, False), False), (None, (False, False), True)],
+)
+def test_the_manifest_decides(monkeypatch, with_lm_head, manifest, levels, compared_later):
+    untie_word_embeddings.PATCH.apply()
+    retie = stand_for(monkeypatch, "load", "retie")
+    retie.answer = manifest
+    config, found = untie(with_lm_head)
+    assert retie == [((config,), {})]
+    assert found == levels
+    assert config.word_embeddings_untied_by_checkpoint is compared_later
+
+
+@pytest.mark.parametrize("manifest", [True, False, None])
+def test_an_untied_configuration_stays_untied(monkeypatch, with_lm_head, manifest):
+    untie_word_embeddings.PATCH.apply()
+    stand_for(monkeypatch, "load", "retie").answer = manifest
+    config, levels = untie(with_lm_head, tied=False)
+    assert levels == (False, False)
+    assert not config.word_embeddings_untied_by_checkpoint
