@@ -1,11 +1,12 @@
 """Every test here starts from vLLM as it comes, and leaves it as it was found."""
 
+import types
 from collections.abc import Iterator
 
 import pytest
 
-from vllm_sharded_state import patches
-from vllm_sharded_state.patches import PATCHES, Patch, contract
+from tests.patches.toys import FOREIGN, UPSTREAM, make_module
+from vllm_sharded_state.patches import PATCHES, contract
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,13 @@ def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def patch(request: pytest.FixtureRequest) -> Patch:
-    """The patch that the test module names in `PATCH`."""
-    (found,) = [p for p in patches.PATCHES if p.name == request.module.PATCH]
-    return found
+def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    before = dict(contract._places)
+    yield make_module(monkeypatch, "upstreamlib", UPSTREAM)
+    contract._places.clear()
+    contract._places.update(before)
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    return make_module(monkeypatch, "foreignlib", FOREIGN)

@@ -1,28 +1,17 @@
-"""KV-cache scales: float32 from the start, and whole when they arrive already processed."""
-
-import logging
-import math
-import struct
+"""KV-cache scales that arrive already processed: kept, and every host copy rebuilt."""
 
 import pytest
 import torch
-from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
     CompressedTensorsKVCacheMethod,
 )
 from vllm.model_executor.layers.quantization.kv_cache import (
     BaseKVCacheMethod,
-    KVCacheScaleParameter,
-)
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-    record_metadata_for_reloading,
 )
 from vllm.model_executor.utils import weights_already_processed
-from vllm.utils.torch_utils import set_default_torch_dtype
 
+from tests.patches.layers import Layer, cold_scalar_layer, float32
 from vllm_sharded_state.patches import (
     compressed_tensors_kv_pre_processed,
     kv_cache_pre_processed,
@@ -32,146 +21,6 @@ from vllm_sharded_state.patches import (
 SCALE_DTYPE = kv_cache_scale_dtype.PATCH
 BASE = kv_cache_pre_processed.PATCH
 COMPRESSED = compressed_tensors_kv_pre_processed.PATCH
-
-
-def float32(value: float) -> float:
-    """`value` as float32 holds it, without torch."""
-    return struct.unpack("<f", struct.pack("<f", value))[0]
-
-
-def bfloat16(value: float) -> float:
-    """`value` rounded to the nearest bfloat16, by arithmetic: 8 significant bits."""
-    mantissa, exponent = math.frexp(value)
-    return math.ldexp(round(mantissa * 256), exponent - 8)
-
-
-class Layer(torch.nn.Module):
-    """What KV-cache methods need of an attention layer."""
-
-    def __init__(self, method: BaseKVCacheMethod, num_kv_heads: int = 1) -> None:
-        super().__init__()
-        self.num_kv_heads = num_kv_heads
-        self.kv_cache_dtype = "fp8"
-        set_default_quant_scales(self, register_buffer=True)
-        self.quant_method = method
-        method.create_weights(self)
-
-    def mirrors(self) -> dict[str, float]:
-        return {
-            name: float(value)
-            for name, value in vars(self).items()
-            if name.endswith(("_scale_float", "_scale_cpu"))
-        }
-
-
-def cold_scalar_layer(**scales: float) -> Layer:
-    """A layer of the base method after a cold load, as vLLM does it in a bfloat16 model."""
-    with set_default_torch_dtype(torch.bfloat16):
-        layer = Layer(BaseKVCacheMethod(None))
-        for name, value in scales.items():
-            parameter = getattr(layer, name)
-            parameter.weight_loader(parameter, torch.tensor([value], dtype=torch.float32))
-        layer.quant_method.process_weights_after_loading(layer)
-    return layer
-
-
-# --- float32 -------------------------------------------------------------------------------------
-
-
-def test_stock_rounds_scales_on_a_cold_load():
-    assert cold_scalar_layer(k_scale=0.0123, v_scale=0.0456)._k_scale.item() == bfloat16(0.0123)
-    assert bfloat16(0.0123) != float32(0.0123)
-
-
-def test_scales_stay_float32_on_a_cold_load():
-    SCALE_DTYPE.apply()
-    layer = cold_scalar_layer(k_scale=0.0123, v_scale=0.0456, q_scale=0.0789, prob_scale=0.00321)
-    assert {name: buffer.item() for name, buffer in layer.named_buffers()} == {
-        "_k_scale": float32(0.0123),
-        "_v_scale": float32(0.0456),
-        "_q_scale": float32(0.0789),
-        "_prob_scale": float32(0.00321),
-    }
-    assert layer._k_scale_float == layer._k_scale_cpu.item() == float32(0.0123)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_parameter_is_upstreams_but_for_its_dtype(dtype):
-    SCALE_DTYPE.apply()
-    with set_default_torch_dtype(dtype):
-        parameter = KVCacheScaleParameter()
-        assert torch.get_default_dtype() == dtype
-    assert type(parameter) is KVCacheScaleParameter
-    assert (parameter.item(), parameter.shape, parameter.dtype, parameter.requires_grad) == (
-        -1.0,
-        (),
-        torch.float32,
-        False,
-    )
-    with torch.device("meta"):
-        assert KVCacheScaleParameter().is_meta
-    with pytest.raises(ValueError, match="expects a scalar"):
-        parameter.weight_loader(parameter, torch.ones(2))
-
-
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float32])
-def test_an_update_gives_what_a_cold_load_gives(default):
-    """Layer-wise reload keeps the metadata recorded at construction, or makes parameters anew."""
-    SCALE_DTYPE.apply()
-    scales = {"k_scale": 0.0123, "v_scale": 0.0456, "q_scale": 0.0789, "prob_scale": 0.00321}
-    expected = cold_scalar_layer(**scales)
-
-    with set_default_torch_dtype(torch.bfloat16):
-        model = torch.nn.Module()
-        model.attn = Layer(BaseKVCacheMethod(None))
-        record_metadata_for_reloading(model)
-        for name in scales:
-            parameter = getattr(model.attn, name)
-            parameter.weight_loader(parameter, torch.tensor(0.5))
-        model.attn.quant_method.process_weights_after_loading(model.attn)
-    assert model.attn._k_scale.item() == 0.5
-    addresses = {name: buffer.data_ptr() for name, buffer in model.attn.named_buffers()}
-
-    with set_default_torch_dtype(default):
-        initialize_layerwise_reload(model)
-        for name, value in scales.items():
-            parameter = getattr(model.attn, name)
-            parameter.weight_loader(parameter, torch.tensor(value, dtype=torch.float32))
-        finalize_layerwise_reload(model, None)
-    assert {name: buffer.item() for name, buffer in model.attn.named_buffers()} == {
-        name: buffer.item() for name, buffer in expected.named_buffers()
-    }
-    assert model.attn.mirrors() == expected.mirrors()
-    assert {name: buffer.data_ptr() for name, buffer in model.attn.named_buffers()} == addresses
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """What the patch logs."""
-    lines: list[str] = []
-    logger = logging.getLogger("vllm.sharded_state.patches")
-    monkeypatch.setattr(logger, "info", lambda message, *args: lines.append(message % args))
-    monkeypatch.setattr(kv_cache_scale_dtype, "_told", set())
-    return lines
-
-
-def test_a_changed_value_is_logged_once(told):
-    SCALE_DTYPE.apply()
-    cold_scalar_layer(k_scale=0.0123, v_scale=0.0456)
-    cold_scalar_layer(k_scale=0.0789, v_scale=0.0456)
-    (line,) = told
-    assert "0.0123" in line
-    assert f"{bfloat16(0.0123):.9g}" in line
-    assert "bfloat16" in line
-
-
-def test_values_that_bfloat16_holds_are_not_logged(told):
-    SCALE_DTYPE.apply()
-    cold_scalar_layer(k_scale=0.015625, v_scale=0.75)
-    with set_default_torch_dtype(torch.float32):
-        parameter = KVCacheScaleParameter()
-        parameter.weight_loader(parameter, torch.tensor(0.0123))
-    assert told == []
 
 
 # --- already processed, one scale a layer ----------------------------------------------------------
