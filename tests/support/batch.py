@@ -100,7 +100,7 @@ def _poisoned(active: bool) -> Iterator[None]:
         base_loader.initialize_model = original
 
 
-def _check_way(model: Any) -> None:
+def check_way(model: Any) -> None:
     """The way took effect: in `tensors` and `reference`, no linear weight was packed away."""
     if vss_test_ways.chosen() == "packed":
         return
@@ -124,7 +124,7 @@ def run(job: Job) -> dict[str, Any]:
             __import__(job.register)
         with _poisoned(job.poison), _layout(job.layout), loaded(Path(job.model), job.engine) as model:
             result["load_s"] = round(time.perf_counter() - began, 2)
-            _check_way(model)
+            check_way(model)
             if job.mutate:
                 from tests.zoo.mutations import MUTATIONS
 

@@ -49,10 +49,11 @@ class Scales:
 
 @dataclass
 class Checkpoint:
-    """What a model directory holds: `config` becomes config.json, `tensors` the weight files."""
+    """What a model directory holds: config.json, the weight files, and `files` of other text."""
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
     def write(self, directory: Path, files: int = 2) -> Path:
         """Write to `directory` in `files` safetensors files with an index, and return it."""
@@ -60,6 +61,8 @@ class Checkpoint:
         (directory / "config.json").write_text(json.dumps(self.config, indent=1, sort_keys=True))
         # A file that is not a weight: a saved directory has to carry it along.
         (directory / "generation_config.json").write_text(json.dumps({"_from_model_config": True}))
+        for name, text in self.files.items():
+            (directory / name).write_text(text)
         names = sorted(self.tensors)
         weight_map: dict[str, str] = {}
         for index in range(files):

@@ -92,7 +92,7 @@ _KINDS = [
     Kind("mixtral", experts.mixtral),
     Kind("qwen3-moe", experts.qwen3_moe),
     Kind("gpt-oss", experts.gpt_oss),
-    Kind("bert", others.bert, {"max_model_len": 64}, pooling=True),
+    Kind("bert", others.bert, {"skip_tokenizer_init": False}, pooling=True),
     Kind("deepseek-v2", others.deepseek_v2, {"block_size": 16}),
 ]
 

@@ -1,5 +1,7 @@
 """What is neither a plain decoder nor an expert mixture: a BERT pooling model, and latent attention."""
 
+import json
+
 from tests.zoo.checkpoint import Checkpoint, gain, noise
 from tests.zoo.decoders import HIDDEN, INTER, LAYERS, base_config, ends, mlp
 from tests.zoo.experts import EXPERT_INTER, EXPERTS
@@ -49,7 +51,13 @@ def bert() -> Checkpoint:
             key = f"{prefix}.{name}"
             tensors[f"{key}.weight"] = gain(key, hidden)
             tensors[f"{key}.bias"] = noise(f"{key}.bias", hidden, std=0.2)
-    return Checkpoint(config, tensors)
+    # vLLM's pooling entry points ask for a tokenizer, even where prompts are token ids.
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(5, vocab)]
+    files = {
+        "vocab.txt": "\n".join(words) + "\n",
+        "tokenizer_config.json": json.dumps({"tokenizer_class": "BertTokenizer"}),
+    }
+    return Checkpoint(config, tensors, files)
 
 
 def deepseek_v2() -> Checkpoint:
@@ -78,8 +86,8 @@ def deepseek_v2() -> Checkpoint:
         first_k_dense_replace=1,
         routed_scaling_factor=1.0,
         topk_method="greedy",
-        n_group=None,
-        topk_group=None,
+        n_group=1,
+        topk_group=1,
         norm_topk_prob=False,
         scoring_func="softmax",
         hidden_act="silu",

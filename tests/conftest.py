@@ -1,0 +1,35 @@
+"""Fixtures that run model-level batches and engines, each once a session."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.lab import Lab, Zoo
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def lab(
+    request: pytest.FixtureRequest, zoo: Zoo, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Lab]:
+    """The lab of a way, for every (kind, way, layout) that some collected test has as parameters."""
+    root = tmp_path_factory.mktemp("lab")
+    cases: dict[str, list[tuple[str, str]]] = {}
+    for item in request.session.items:
+        if "lab" not in getattr(item, "fixturenames", ()) or not hasattr(item, "callspec"):
+            continue
+        given = item.callspec.params
+        if {"kind", "way", "layout"} <= given.keys():
+            cases.setdefault(given["way"], []).append((given["kind"], given["layout"]))
+    labs: dict[str, Lab] = {}
+
+    def of(way: str) -> Lab:
+        if way not in labs:
+            labs[way] = Lab(way, zoo, root, cases.get(way, ()))
+        return labs[way]
+
+    return of

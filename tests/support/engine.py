@@ -1,0 +1,143 @@
+"""Start a real engine in a process of its own: generate, look, save. One engine a process.
+
+    python -m tests.support.engine SPEC.json RESULT.json
+
+Tokens are exact integers and logprobs `float.hex`, so that two results compare bit for bit.
+"""
+
+import vss_test_ways
+
+vss_test_ways.keep_out()  # Before anything imports vLLM; spawned workers import this module too.
+
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from tests.support.batch import ROOT, check_way  # noqa: E402
+from tests.support.model_level import COMMON, environment  # noqa: E402
+
+#: Token ids below every vocabulary of the zoo. Two lengths that share no prefix.
+PROMPTS = [[1, 5, 17, 200, 33, 9, 121], [7, 3, 99, 14, 14, 60, 181, 245, 2, 77, 31, 8, 19, 54]]
+
+
+@dataclasses.dataclass
+class Spec:
+    """What one engine does, in this order: mutate, generate (or embed), snapshot, save, again."""
+
+    model: str
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prompts: list[list[int]] = dataclasses.field(default_factory=lambda: PROMPTS)
+    max_tokens: int = 12
+    pooling: bool = False
+    mutate: str | None = None
+    snapshot: bool = False
+    save: str | None = None
+    pattern: str | None = None
+    max_size: int | None = None
+    again: bool = False
+
+
+def _outputs(llm: Any, spec: Spec) -> Any:
+    prompts = [{"prompt_token_ids": ids} for ids in spec.prompts]
+    if spec.pooling:
+        return [[x.hex() for x in out.outputs.embedding] for out in llm.embed(prompts)]
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(
+        temperature=0, max_tokens=spec.max_tokens, logprobs=5, ignore_eos=True, detokenize=False
+    )
+    return [
+        {
+            "tokens": list(done.outputs[0].token_ids),
+            "logprobs": [
+                sorted((token, entry.logprob.hex()) for token, entry in step.items())
+                for step in done.outputs[0].logprobs
+            ],
+        }
+        for done in llm.generate(prompts, greedy, use_tqdm=False)
+    ]
+
+
+def _snapshot(model: Any) -> dict[str, Any]:
+    from tests.support.snapshot import snapshot
+
+    check_way(model)
+    return snapshot(model)
+
+
+def _mutate(name: str) -> Any:
+    from tests.zoo.mutations import MUTATIONS
+
+    return MUTATIONS[name]
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """Do what `spec` says. An error is returned with its type and message."""
+    result: dict[str, Any] = {"error": None}
+    try:
+        from vllm import LLM
+
+        began = time.perf_counter()
+        more: dict[str, Any] = {"runner": "pooling"} if spec.pooling else {}
+        llm = LLM(spec.model, **(COMMON | {"max_num_seqs": 4} | more | spec.engine))
+        result["start_s"] = round(time.perf_counter() - began, 2)
+        if spec.mutate:
+            llm.apply_model(_mutate(spec.mutate))
+        result["outputs"] = _outputs(llm, spec)
+        if spec.snapshot:
+            (result["snapshot"],) = llm.apply_model(_snapshot)
+        if spec.save:
+            Path(spec.save).mkdir(parents=True, exist_ok=True)
+            began = time.perf_counter()
+            llm.llm_engine.engine_core.save_sharded_state(
+                path=spec.save, pattern=spec.pattern, max_size=spec.max_size
+            )
+            result["save_s"] = round(time.perf_counter() - began, 2)
+        if spec.again:
+            result["again"] = _outputs(llm, spec)
+    except Exception as error:  # noqa: BLE001 - every failure is a result here
+        result["error"] = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+    return result
+
+
+def run_engine(
+    spec: Spec, way: str, plugins: str, timeout: float = 600, **env: str
+) -> dict[str, Any]:
+    """Run `spec` in a new process; `log` of the result is what the process printed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        given, made = Path(scratch, "spec.json"), Path(scratch, "result.json")
+        given.write_text(json.dumps(dataclasses.asdict(spec)))
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.support.engine", str(given), str(made)],
+            cwd=ROOT,
+            env=environment(way, plugins) | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if not made.exists():
+            raise RuntimeError(f"the engine process died ({process.returncode}):\n{process.stdout}")
+        result: dict[str, Any] = json.loads(made.read_text())
+    return result | {"log": process.stdout}
+
+
+def main() -> None:
+    given, made = sys.argv[1:]
+    result = run(Spec(**json.loads(Path(given).read_text())))
+    Path(made).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
