@@ -97,7 +97,7 @@ class Restorer:
         self._opaque: dict[str, set[str]] = {}
         for unit in split:
             leaves = units.leaves(unit, inside)
-            self._set_values(unit, leaves, "source")
+            self._set_values(leaves, "source")
             if unit.processed and self._layout(unit) == "runtime":
                 self._opaque[unit.name] = {
                     path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE
@@ -140,8 +140,8 @@ class Restorer:
             self._fill(path, tensor, self._late)
         for path in faults.missing:
             self._default(path, next(lv[path].value for _, lv in leaves_by_unit if path in lv))
-        for unit, leaves in leaves_by_unit:
-            self._set_values(unit, leaves, "runtime")
+        for _, leaves in leaves_by_unit:
+            self._set_values(leaves, "runtime")
         self._add_values(modules, {path for _, leaves in leaves_by_unit for path in leaves})
         self._warn_defaults()
 
@@ -230,12 +230,11 @@ class Restorer:
         tensor.data.copy_(torch.full((), value, device=tensor.device).to(tensor.dtype))
         self._defaulted.append(f"{path} = {value}")
 
-    def _set_values(self, unit: Unit, leaves: dict[str, Leaf], stage: str) -> None:
-        prefix = join(unit.name, "")
+    def _set_values(self, leaves: dict[str, Leaf], stage: str) -> None:
         for name, entry in self._entry.values.items():
             path = name.removesuffix(AGAIN)
             leaf = leaves.get(path)
-            if entry.stage != stage or leaf is None or not path.startswith(prefix):
+            if entry.stage != stage or leaf is None:
                 continue
             value = plain.decode(entry.value)
             if leaf.assign is not None:

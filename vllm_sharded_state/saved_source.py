@@ -10,6 +10,7 @@ from .checkpoint.parts import PartReader
 from .errors import NoSourceError
 from .state import plain
 from .state.twin import Twin, source_parameters
+from .state.walk import join
 
 
 class SavedSource:
@@ -38,10 +39,11 @@ class SavedSource:
 
     def side_effects(self, unit: str) -> dict[str, object]:
         """Values that weight loaders had set on the modules of `unit` before it was processed."""
+        prefixes = tuple(join(name, "") for name in self._twin.units[unit].modules)
         return {
             key.removesuffix(manifest.AGAIN): plain.decode(value.value)
             for key, value in self._entry.values.items()
-            if value.stage == "source" and key.startswith(f"{unit}.")
+            if value.stage == "source" and key.startswith(prefixes)
         }
 
     def read(self, unit: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[str]]:

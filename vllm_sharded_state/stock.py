@@ -29,7 +29,6 @@ from .state import placeholders, units
 from .state.rehearsal import Rehearsal, rehearse
 from .state.twin import TwinPool, source_parameters
 from .state.units import Unit
-from .state.walk import join
 
 _AGAIN = (
     "Save it again with vllm-sharded-state installed: start the engine from the model's own checkpoint "
@@ -72,8 +71,7 @@ class StockRestorer:
         shared = _shared_keys(model)
         for unit in units.split(model):
             leaves = units.leaves(unit, inside)
-            own = {key for key in self._files if key.startswith(join(unit.name, ""))}
-            own &= {p for p in self._files if _owner(p) in unit.modules}
+            own = {key for key in self._files if _owner(key) in unit.modules}
             before = source_parameters(unit)
             if not unit.processed:
                 found = self._match(before, own, shared, problems)

@@ -53,6 +53,7 @@ FOREIGN_PACKAGES = (
     "vllm.compilation.",
     "vllm.config.",
     "vllm.distributed.",
+    "vllm.lora.",
     "vllm.transformers_utils.",
 )
 

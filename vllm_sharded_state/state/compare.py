@@ -1,4 +1,4 @@
-"""Compare a live unit with one that was rebuilt, leaf by leaf: what must be put back, and what can't be."""
+"""Compare a live unit with a rebuilt one, leaf by leaf: what must be put back, and what can't be."""
 
 from dataclasses import dataclass, field
 

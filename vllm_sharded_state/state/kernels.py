@@ -35,7 +35,8 @@ def run(module: nn.Module, vllm_config: Any, device: torch.device) -> list[torch
     assert method is not None
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         if isinstance(module, LinearBase):
-            x = _dense_input(module.input_size_per_partition, dtype, device)
+            width = getattr(module, "input_size_per_partition", module.input_size)
+            x = _dense_input(width, dtype, device)
             bias = getattr(module, "bias", None)
             return [_first(method.apply(module, x, bias))]
         assert isinstance(module, VocabParallelEmbedding)

@@ -1,9 +1,9 @@
 """Read the source tensors of single modules from the model's own checkpoint again.
 
 The model's `load_weights` runs once on a twin on the meta device, with the checkpoint's tensors as
-views of memory-mapped files, so that nothing is copied. Each call of a weight loader is kept. Then the
-calls that belong to one module are played again on real memory, one module at a time. What loaders do
-on the side (sets of names they have seen) happens on the twin, and is recorded too.
+views of memory-mapped files, so that nothing is copied. Each call of a weight loader is kept, and each
+write past one. Then what belongs to one module is played again on real memory, a module at a time.
+What loaders do on the side (sets of names they have seen) happens on the twin, and is recorded too.
 """
 
 import functools
@@ -44,7 +44,7 @@ class SourceReader:
         self._initial = initial
         self._calls: dict[int, list[Call]] = defaultdict(list)
         self._originals: dict[int, Callable[..., Any]] = {}
-        self._direct: set[int] = set()
+        self._lost: set[int] = set()
         before = {name: _plain_values(twin, unit) for name, unit in twin.units.items()}
         self._record()
         self._side_effects = {
@@ -69,9 +69,9 @@ class SourceReader:
         tensors: dict[str, torch.Tensor] = {}
         incomplete: list[str] = []
         for key, parameter in source_parameters(self._twin.units[unit]).items():
-            if id(parameter) in self._direct:
+            if id(parameter) in self._lost:
                 raise NoSourceError(
-                    f"{key} is filled without a weight loader, in a way that can't be repeated.\n"
+                    f"{key} is computed from other weights by the model itself, while it loads.\n"
                     "Save it in runtime layout: VSS_LAYOUT=runtime."
                 )
             filled, untouched = self._play(parameter, device)
@@ -129,7 +129,9 @@ class SourceReader:
         model = self._twin.model
         for parameter in _unique_tensors(model):
             parameter.weight_loader = self._recorder(parameter)
-        watch = _MetaWrites({t.untyped_storage()._cdata: t for t in _unique_tensors(model)})
+        watch = _MetaWrites(
+            {t.untyped_storage()._cdata: t for t in _unique_tensors(model)}, self._keep_write
+        )
         with (
             torch.no_grad(),
             set_current_vllm_config(config),
@@ -139,7 +141,10 @@ class SourceReader:
             self._watch = watch
             load: Any = model.load_weights
             load(loader.get_all_weights(config.model_config, model))
-        self._direct = watch.written
+        self._lost = watch.lost
+
+    def _keep_write(self, parameter: torch.Tensor, write: Callable[[torch.Tensor], Any]) -> None:
+        self._calls[id(parameter)].append((write, (parameter,), {}))
 
     def _recorder(self, parameter: Any) -> Callable[..., Any]:
         original = getattr(parameter, "weight_loader", default_weight_loader)
@@ -155,13 +160,22 @@ class SourceReader:
 
 
 class _MetaWrites(TorchDispatchMode):
-    """Notes twin parameters that are written outside a weight loader: such writes would be lost."""
+    """Sees twin parameters that a model writes without a weight loader, and keeps those writes too.
 
-    def __init__(self, owners: dict[int, torch.Tensor]) -> None:
+    `repeat(parameter, write)` is told each write that can be played again on real memory; what was
+    computed from other twin parameters can't be, and is noted in `lost`.
+    """
+
+    def __init__(
+        self,
+        owners: dict[int, torch.Tensor],
+        repeat: Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], None],
+    ) -> None:
         super().__init__()
         self._owners = owners
+        self._repeat = repeat
         self._pauses = 0
-        self.written: set[int] = set()
+        self.lost: set[int] = set()
 
     def paused(self) -> "_Pause":
         return _Pause(self)
@@ -174,8 +188,21 @@ class _MetaWrites(TorchDispatchMode):
             if isinstance(target, torch.Tensor) and target.is_meta:
                 owner = self._owners.get(target.untyped_storage()._cdata)
                 if owner is not None:
-                    self.written.add(id(owner))
+                    self._note(owner, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _note(self, owner: torch.Tensor, func: Any, args: Any, kwargs: Any) -> None:
+        target, *rest = args
+        others = [x for x in (*rest, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if any(x.is_meta for x in others):
+            self.lost.add(id(owner))
+            return
+        form = (target.size(), target.stride(), target.storage_offset())
+
+        def write(parameter: torch.Tensor) -> None:
+            func(parameter.detach().as_strided(*form), *rest, **kwargs)
+
+        self._repeat(owner, write)
 
 
 class _Pause:

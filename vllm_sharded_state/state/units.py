@@ -1,7 +1,7 @@
 """The parts of a model that are processed as one, and the names that a checkpoint gives them.
 
 A unit is a module that `process_weights_after_loading` works on, with everything below it: one linear
-layer, one fused mixture of experts, one attention layer with the projections it owns (MLA derives
+layer, one fused mixture of experts, one attention layer with the projections below it (MLA derives
 tensors of its own from `kv_b_proj`). Any other module is a unit by itself, and nothing processes it.
 """
 
@@ -58,19 +58,26 @@ def _collect(module: nn.Module, name: str, found: dict[str, nn.Module], seen: se
 def split(model: nn.Module) -> list[Unit]:
     """Split `model` into units, in the order in which its modules were registered."""
     modules = named_modules(model)
-    units: list[Unit] = []
-    taken: set[str] = set()
+    names = {id(module): name for name, module in modules.items()}
+    # An attention layer's projections may be registered with its parent first.
+    owner = {
+        id(below): name
+        for name, module in modules.items()
+        if is_deferred_attention_layer(module)
+        for below in named_modules(module).values()
+    }
+    units: dict[str, Unit] = {}
+    taken: set[int] = set()
     for name, module in modules.items():
-        if name in taken:
+        root = modules[owner.get(id(module), name)]
+        if id(module) in taken:
             continue
-        members = {name: module}
-        processed = is_processed(module)
-        if processed:
-            prefix = join(name, "")
-            members |= {n: m for n, m in modules.items() if n.startswith(prefix) and n != name}
-        taken |= members.keys()
-        units.append(Unit(name, members, processed))
-    return units
+        processed = is_processed(root)
+        below = named_modules(root).values() if processed else [root]
+        members = {names[id(m)]: m for m in below if id(m) not in taken}
+        taken |= {id(m) for m in members.values()}
+        units[names[id(root)]] = Unit(names[id(root)], members, processed)
+    return list(units.values())
 
 
 def inside(model: nn.Module) -> set[int]:
