@@ -8,6 +8,7 @@ import torch
 import vllm
 from vllm import distributed
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from . import __version__
 from .errors import MismatchError, SaveError
@@ -59,7 +60,7 @@ def binding(vllm_config: Any) -> Binding:
         },
         "runtime": {
             "vllm": vllm.__version__,
-            "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+            "kv_cache_dtype": _kv_cache_dtype(vllm_config),
             "platform": current_platform.device_name,
             "device_capability": _capability(),
         },
@@ -93,6 +94,12 @@ def refuse_ambiguous_ranks(vllm_config: Any) -> None:
             "data parallel ranks with expert parallelism hold different experts under one file "
             "name. Save with data_parallel_size=1."
         )
+
+
+def _kv_cache_dtype(vllm_config: Any) -> str:
+    """The dtype that attention layers will use: `auto` may be resolved only while they are built."""
+    dtype = vllm_config.cache_config.cache_dtype
+    return str(resolve_kv_cache_dtype_string(dtype, vllm_config.model_config))
 
 
 def _config_hash(hf_config: Any) -> str:

@@ -13,11 +13,8 @@ import weakref
 import torch
 from torch import nn
 
-#: Attributes that `nn.Module` keeps for itself.
-MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"} | {
-    "_is_full_backward_hook",
-    "_compiled_call_impl",
-}
+#: Attributes that `nn.Module` keeps for itself; loaders end with `eval()`, which sets `training`.
+MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 
 #: Attributes the engine binds after loading; they hold no weights.
 #: `kv_cache`: bound by `vllm.v1.worker.utils.bind_kv_cache`; the `support_torch_compile` decorator

@@ -128,7 +128,8 @@ class Chooser:
             discard(rehearsed.unit)
             return None
         put_back(difference.overlay, rehearsed.leaves)
-        remaining = compare(live, rehearsed.leaves, rehearsed.opaque, bytes_matter=True)
+        restored = rehearsed.twin.leaves(rehearsed.unit)
+        remaining = compare(live, restored, rehearsed.opaque, bytes_matter=True)
         if not remaining.is_empty:
             names = [leaf.path for leaf in remaining.overlay] + remaining.unfit
             reasons += [f"{name}: differs after it was put back" for name in names]
@@ -252,14 +253,14 @@ class Chooser:
         constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
         materialize(copy, leaves, self._device, constants)
         for key, tensor in source_parameters(copy).items():
-            if isinstance(tensor, torch.nn.Parameter) or fill != self._placeholders:
+            if isinstance(tensor, torch.nn.Parameter) or fill is not self._placeholders:
                 fill(key, tensor)
         for path, value in (before or {}).items():
             assign = leaves[path].assign
             if assign is not None:
                 assign(value)
         process(copy, twin.vllm_config, self._device)
-        return _Rebuilt(copy, twin.leaves(copy), _opaque(leaves))
+        return _Rebuilt(twin, copy, twin.leaves(copy), _opaque(leaves))
 
     @staticmethod
     def _placeholders(key: str, parameter: torch.Tensor) -> None:
@@ -286,6 +287,7 @@ class Chooser:
 
 @dataclass
 class _Rebuilt:
+    twin: Twin
     unit: Unit
     leaves: dict[str, Leaf]
     opaque: frozenset[str]  # leaves that were opaque before processing
