@@ -8,7 +8,6 @@ import torch
 import vllm
 from vllm import distributed
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from . import __version__
 from .errors import MismatchError, SaveError
@@ -97,9 +96,14 @@ def refuse_ambiguous_ranks(vllm_config: Any) -> None:
 
 
 def _kv_cache_dtype(vllm_config: Any) -> str:
-    """The dtype that attention layers will use: `auto` may be resolved only while they are built."""
-    dtype = vllm_config.cache_config.cache_dtype
-    return str(resolve_kv_cache_dtype_string(dtype, vllm_config.model_config))
+    """The dtype that attention layers use; with `auto` they take it from the checkpoint's own scheme.
+
+    As `Attention.__init__` does (vllm/model_executor/layers/attention/attention.py), which changes
+    the configuration only while the model is built.
+    """
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    return "fp8" if dtype == "auto" and scheme is not None else dtype
 
 
 def _config_hash(hf_config: Any) -> str:
