@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.engine_lab import EngineLab
 from tests.support.lab import Lab, Zoo
 
 
@@ -33,3 +34,8 @@ def lab(
         return labs[way]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def engines(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> EngineLab:
+    return EngineLab(zoo, tmp_path_factory.mktemp("engines"))

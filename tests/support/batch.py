@@ -36,6 +36,7 @@ class Job:
 
     `quant` names a module that registers quantization methods before the load. `poison` fills every
     parameter with NaN between building and loading. `layout` is put in VSS_LAYOUT while saving.
+    `file_limit` is the most bytes that a file may have while saving: what a full disk does.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Job:
     pattern: str | None = None
     max_size: int | None = None
     layout: str | None = None
+    file_limit: int | None = None
     snapshot_after: bool = False
     poison: bool = False
     register: str | None = None
@@ -71,6 +73,20 @@ def _layout(layout: str | None) -> Iterator[None]:
         yield
     finally:
         os.environ.pop("VSS_LAYOUT", None)
+
+
+@contextlib.contextmanager
+def _file_limit(limit: int | None) -> Iterator[None]:
+    """Writing past `limit` bytes of any file fails with EFBIG, an OSError as ENOSPC is."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager
@@ -122,7 +138,11 @@ def run(job: Job) -> dict[str, Any]:
     try:
         if job.register:
             __import__(job.register)
-        with _poisoned(job.poison), _layout(job.layout), loaded(Path(job.model), job.engine) as model:
+        with (
+            _poisoned(job.poison),
+            _layout(job.layout),
+            loaded(Path(job.model), job.engine) as model,
+        ):
             result["load_s"] = round(time.perf_counter() - began, 2)
             check_way(model)
             if job.mutate:
@@ -136,12 +156,14 @@ def run(job: Job) -> dict[str, Any]:
                 result["snapshot"] = snapshot(model, job.kernels)
             if job.save:
                 stage, began = "save", time.perf_counter()
-                Path(job.save).mkdir(parents=True, exist_ok=True)
                 from vllm.model_executor.model_loader import ShardedStateLoader
 
-                ShardedStateLoader.save_model(
-                    model, job.save, pattern=job.pattern, max_size=job.max_size
-                )
+                with contextlib.suppress(OSError):  # The save itself has to tell.
+                    Path(job.save).mkdir(parents=True, exist_ok=True)
+                with _file_limit(job.file_limit):
+                    ShardedStateLoader.save_model(
+                        model, job.save, pattern=job.pattern, max_size=job.max_size
+                    )
                 result["save_s"] = round(time.perf_counter() - began, 2)
             if job.snapshot_after:
                 stage = "snapshot after"

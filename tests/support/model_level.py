@@ -84,8 +84,6 @@ def _with_lora(model: nn.Module, config: Any) -> nn.Module:
     import torch
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-    manager = LRUCacheWorkerLoRAManager(
-        config, torch.device("cpu"), model.embedding_modules
-    )
+    manager = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), model.embedding_modules)
     wrapped: nn.Module = manager.create_lora_manager(model, config)
     return wrapped

@@ -214,5 +214,3 @@ def _short(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value['dtype']}{value['shape']}:{value['sha256'][:8]}"
     return str(value)[:24]
-
-

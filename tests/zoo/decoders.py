@@ -9,7 +9,9 @@ from tests.zoo.checkpoint import Checkpoint, gain, noise
 HIDDEN, INTER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 128, 192, 4, 2, 32, 2
 
 
-def attention(prefix: str, heads: int, kv_heads: int, head_dim: int, hidden: int, seed: int) -> dict:
+def attention(
+    prefix: str, heads: int, kv_heads: int, head_dim: int, hidden: int, seed: int
+) -> dict:
     sizes = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     tensors = {
         f"{prefix}.{name}.weight": noise(f"{prefix}.{name}", n * head_dim, hidden, seed=seed)
@@ -20,7 +22,11 @@ def attention(prefix: str, heads: int, kv_heads: int, head_dim: int, hidden: int
 
 
 def mlp(prefix: str, hidden: int, inter: int, seed: int) -> dict[str, torch.Tensor]:
-    shapes = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
+    shapes = {
+        "gate_proj": (inter, hidden),
+        "up_proj": (inter, hidden),
+        "down_proj": (hidden, inter),
+    }
     return {
         f"{prefix}.{name}.weight": noise(f"{prefix}.{name}", *shape, seed=seed)
         for name, shape in shapes.items()
@@ -58,7 +64,11 @@ def base_config(architecture: str, model_type: str, vocab: int, **more: Any) -> 
 
 
 def llama(
-    vocab: int = 256, tied: bool = False, kv_heads: int = KV_HEADS, seed: int = 0, bias: bool = False
+    vocab: int = 256,
+    tied: bool = False,
+    kv_heads: int = KV_HEADS,
+    seed: int = 0,
+    bias: bool = False,
 ) -> Checkpoint:
     """Llama. `vocab` 250 makes vLLM pad the embeddings, `bias` gives the attention biases."""
     config = base_config(

@@ -36,7 +36,9 @@ def _compressed_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     return quantization
 
 
-def _group(weights: dict[str, Any], activations: dict[str, Any] | None, form: str) -> dict[str, Any]:
+def _group(
+    weights: dict[str, Any], activations: dict[str, Any] | None, form: str
+) -> dict[str, Any]:
     return {
         "group_0": {
             "targets": ["Linear"],

@@ -1,0 +1,92 @@
+"""Change a saved directory from outside: with the safetensors library and json, nothing of ours.
+
+What is relied on: parts are `model-rank-0-part-*.safetensors`, and `sharded_state.json` has under
+`ranks[0]` the sizes of `files` and, by path, `tensors` with `file`, `key`, `shape` and `dtype`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+MANIFEST = "sharded_state.json"
+NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int8: "I8"}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def parts(directory: Path) -> list[Path]:
+    """The part files of rank 0, in order of their number."""
+    found = directory.glob("model-rank-0-part-*.safetensors")
+    return sorted(found, key=lambda path: int(path.stem.rsplit("-", 1)[1]))
+
+
+def find(directory: Path, key: str) -> Path:
+    """The file that holds `key`, a part or one of hidden state."""
+    for path in sorted(directory.glob("*.safetensors")):
+        if key in load_file(path):
+            return path
+    raise KeyError(key)
+
+
+def rewrite(path: Path, change: Callable[[Tensors], None]) -> None:
+    """Let `change` edit the tensors of a file, and write them back."""
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()  # It may be a link to the original's.
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    path = directory / MANIFEST
+    path.unlink()
+    path.write_text(json.dumps(manifest))
+
+
+def list_again(directory: Path, path: Path) -> None:
+    """Make the manifest agree with `path` as it is now: its size, and every tensor's form.
+
+    Tensors that are gone lose their entry and new ones get one, so that only the model itself can
+    tell that something is wrong.
+    """
+    manifest = read_manifest(directory)
+    rank = manifest["ranks"][0]
+    rank["files"][path.name] = path.stat().st_size
+    tensors = load_file(path)
+    for name, entry in list(rank["tensors"].items()):
+        if entry["file"] != path.name:
+            continue
+        tensor = tensors.pop(entry["key"], None)
+        if tensor is None:
+            del rank["tensors"][name]
+        else:
+            entry |= {"shape": list(tensor.shape), "dtype": NAMES[tensor.dtype]}
+            entry.pop("sha256", None)
+    for key, tensor in tensors.items():
+        rank["tensors"][key] = {
+            "file": path.name,
+            "key": key,
+            "kind": "parameter",
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "stage": "runtime",
+            "aliases": [],
+            "owner": None,
+        }
+    write_manifest(directory, manifest)
+
+
+def copy(directory: Path, to: Path) -> Path:
+    """A copy whose files are links to the originals; `rewrite` and `write_manifest` break the link."""
+    to.mkdir(parents=True)
+    for path in directory.iterdir():
+        (to / path.name).hardlink_to(path)
+    return to

@@ -1,0 +1,89 @@
+"""A save that can't be completed says so and leaves nothing that looks complete."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import edit
+from tests.support.batch import run_batch
+from tests.support.lab import WITH_OURS, Result, Zoo, explain, sharded
+from tests.zoo.decoders import llama
+from tests.zoo.kinds import PACKED, TENSORS
+
+pytestmark = pytest.mark.engine
+
+KIND = "llama"
+WAYS = [(PACKED, "auto"), (TENSORS, "runtime"), (TENSORS, "source")]
+#: One tensor a part, nearly: embeddings and attention fit, the MLP's first weight is larger.
+PART = 66_000
+#: What that weight is larger than, and the others are not.
+LIMIT = 90_000
+
+
+class Faults:
+    """Saves that fail, the same save afterwards without the fault, and loads of what was left."""
+
+    def __init__(self, way: str, layout: str, zoo: Zoo, root: Path) -> None:
+        self.root = root
+        (root / "file").write_text("not a directory")
+        # Other weights of the same shapes, which a mixture of parts could pass for.
+        other = llama(vocab=250, seed=1).write(root / "other")
+
+        def save(name: str, directory: str, **more: object):  # type: ignore[no-untyped-def]
+            return zoo.job(KIND, id=name, save=str(root / directory), layout=layout, **more)
+
+        self.saves = run_batch(
+            [
+                save("no directory", "file"),
+                save("below a file", "file/below"),
+                save("full", "full", file_limit=64 * 1024),
+                save("full later", "later", max_size=PART, file_limit=LIMIT),
+                save("complete", "over", max_size=PART),
+                save("over it, full", "over", model=str(other), max_size=PART, file_limit=LIMIT),
+                save("well", "well"),
+            ],
+            way,
+            WITH_OURS,
+        )
+        left = ["full", "later", "over"]
+        self.loads = run_batch(
+            [sharded(KIND, root / name, id=name) for name in left], way, WITH_OURS
+        )
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: "-".join(way))
+def faults(
+    request: pytest.FixtureRequest, zoo: Zoo, tmp_path_factory: pytest.TempPathFactory
+) -> Faults:
+    way, layout = request.param
+    return Faults(way, layout, zoo, tmp_path_factory.mktemp(f"faults-{way}-{layout}"))
+
+
+def _said(result: Result, word: str) -> None:
+    assert result["error"] is not None, "the save said nothing"
+    assert result["error"]["stage"] == "save", explain(result)
+    assert result["error"]["type"] == "SaveError", explain(result)
+    assert word in result["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["no directory", "below a file"])
+def test_a_place_that_is_no_directory_is_refused(faults: Faults, name: str) -> None:
+    _said(faults.saves[name], str(faults.root / "file"))
+
+
+@pytest.mark.parametrize(
+    ("name", "directory"), [("full", "full"), ("full later", "later"), ("over it, full", "over")]
+)
+def test_a_full_disk_is_told_and_leaves_nothing_that_loads(
+    faults: Faults, name: str, directory: str
+) -> None:
+    _said(faults.saves[name], str(faults.root / directory))
+    assert not (faults.root / directory / edit.MANIFEST).exists()
+    load = faults.loads[directory]
+    assert load["error"] is not None, "what a failed save left was loaded"
+    assert "ShardedStateError" in load["error"]["bases"], explain(load)
+
+
+def test_the_engine_saves_after_that(faults: Faults) -> None:
+    assert faults.saves["complete"]["error"] is None, explain(faults.saves["complete"])
+    assert faults.saves["well"]["error"] is None, explain(faults.saves["well"])
