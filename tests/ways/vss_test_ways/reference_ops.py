@@ -5,6 +5,7 @@ Compare outputs only among processes that run in this way: attention differs fro
 kernel's by rounding, and FP8 rounds to nearest here.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ def compute_slot_mapping(
     block_size: int,
 ) -> None:
     bounds = starts.tolist()
-    for row, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, last) in enumerate(itertools.pairwise(bounds)):
         position = positions[first:last]
         block = block_table[row, position // block_size].to(slot_mapping.dtype)
         slot_mapping[first:last] = block * block_size + position % block_size
@@ -132,7 +133,7 @@ def attention(
         return floats.repeat_interleave(heads // kv_heads, 0)
 
     bounds = starts.tolist()
-    for row, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, last) in enumerate(itertools.pairwise(bounds)):
         length, new = int(seq_lens[row]), last - first
         if new == 0:
             continue
