@@ -45,6 +45,8 @@ def test_a_loaded_model_holds_what_the_original_holds(
 def test_an_engine_started_from_sharded_state_saves_it_again(
     lab: Labs, kind: str, way: str, layout: str
 ) -> None:
+    saving = lab(way).saves[f"{kind}.{layout}"]
+    assert saving["error"] is None, explain(saving)
     loading = lab(way).loads[f"{kind}.{layout}"]
     assert loading["error"] is None, explain(loading)
     again = lab(way).loads_again[f"{kind}.{layout}"]

@@ -112,7 +112,7 @@ class Lab:
             )
             for kind, layout in self.cases
             # What could not be saved fails as a save; loading its remains says nothing more.
-            if before[f"{kind}.{layout}"]["error"] is None
+            if (done := before.get(f"{kind}.{layout}")) is not None and done["error"] is None
         ]
         return run_batch(jobs, self.way, WITH_OURS)
 
