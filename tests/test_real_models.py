@@ -41,9 +41,7 @@ def _model(name: str) -> Path:
 
 def _spec(model: Path, name: str, **more: object) -> Spec:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    prompts = [
-        [BOS, *(i for i in tokenizer.encode(text).ids if i != BOS)] for text in SENTENCES
-    ]
+    prompts = [[BOS, *(i for i in tokenizer.encode(text).ids if i != BOS)] for text in SENTENCES]
     return Spec(str(model), dict(MODELS[name]), prompts, max_tokens=24, snapshot=True, **more)
 
 

@@ -10,7 +10,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.methods.base import Packing, Plain, forget, frozen, method, packed, product, unpacked, whole
+from tests.methods.base import (
+    Packing,
+    Plain,
+    forget,
+    frozen,
+    method,
+    packed,
+    product,
+    unpacked,
+    whole,
+)
 
 
 class Holder:
