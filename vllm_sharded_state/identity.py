@@ -1,6 +1,5 @@
 """What a checkpoint is bound to: the model, the layout of ranks, and for runtime layout the machine."""
 
-import hashlib
 import json
 from typing import Any
 
@@ -53,7 +52,7 @@ def binding(vllm_config: Any) -> Binding:
         },
         "model": {
             "architectures": list(getattr(model.hf_config, "architectures", None) or []),
-            "config": _config_hash(model.hf_config),
+            **_config_fields(model.hf_config),
             "quantization": model.quantization,
             "dtype": str(model.dtype).removeprefix("torch."),
         },
@@ -73,10 +72,11 @@ def refuse_mismatch(saved: Binding, here: Binding, runtime: bool, directory: Any
     """
     groups = [group for group in ("world", "model", "runtime") if runtime or group != "runtime"]
     different = [
-        f"  {group}.{name}: saved {saved.get(group, {}).get(name)!r}, here {value!r}"
+        f"  {group}.{name}: saved {there.get(name)!r}, here {here[group].get(name)!r}"
         for group in groups
-        for name, value in here[group].items()
-        if saved.get(group, {}).get(name) != value
+        for there in [saved.get(group, {})]
+        for name in sorted(there.keys() | here[group].keys())
+        if there.get(name) != here[group].get(name)
     ]
     if different:
         raise MismatchError(
@@ -106,17 +106,20 @@ def _kv_cache_dtype(vllm_config: Any) -> str:
     return "fp8" if dtype == "auto" and scheme is not None else dtype
 
 
-def _config_hash(hf_config: Any) -> str:
-    text = json.dumps(_strip(hf_config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _config_fields(hf_config: Any) -> dict[str, Any]:
+    """The fields of a Hugging Face config that shape or scale what weights mean, nested ones dotted."""
+    fields: dict[str, Any] = {}
 
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for name, item in sorted(value.items(), key=lambda pair: str(pair[0])):
+                if name not in _LOOSE_FIELDS:
+                    collect(f"{prefix}.{name}", item)
+        else:
+            fields[prefix] = json.loads(json.dumps(value, default=str))
 
-def _strip(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _strip(v) for k, v in value.items() if k not in _LOOSE_FIELDS}
-    if isinstance(value, list | tuple):
-        return [_strip(item) for item in value]
-    return value
+    collect("config", hf_config.to_dict())
+    return fields
 
 
 def _capability() -> str | None:

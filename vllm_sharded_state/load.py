@@ -54,6 +54,8 @@ def load_model(
         entry = _entry(found, directory, vllm_config, loader.pattern)
         reader = PartReader(directory, dict(entry.files))
         restorer = Restorer(directory, entry, reader, asked)
+        if not found.tied_word_embeddings:
+            _untie(model_config)
     loader.vss_restorer = restorer
     try:
         model = upstream(vllm_config, model_config, prefix)
@@ -76,6 +78,17 @@ def load_weights(loader: Any, model: nn.Module, model_config: Any, upstream: Any
             "load_format='sharded_state'."
         )
     restorer.before_processing(model)
+
+
+def _untie(model_config: Any) -> None:
+    """Build `lm_head` as a tensor of its own although the config says that it is tied.
+
+    Upstream decides so for a checkpoint that holds a different `lm_head`, but not for this load format
+    (`ModelConfig.maybe_untie_word_embeddings`, called in vllm/config/vllm.py).
+    """
+    for config in (model_config.hf_config, model_config.hf_config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
 
 
 def _directory(loader: Any, model_config: Any) -> Path:

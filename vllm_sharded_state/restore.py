@@ -26,6 +26,7 @@ from .errors import (
 )
 from .options import Options
 from .state import placeholders, plain, units
+from .state.kernels import same_bits
 from .state.twin import source_parameters
 from .state.units import Unit
 from .state.walk import Kind, Leaf, join
@@ -93,6 +94,7 @@ class Restorer:
         faults.refuse(self._directory, self._strict)
         for key, tensor in fills:
             self._fill(key, tensor, self._early)
+        self._refuse_overwritten(fills, self._early)
         inside = units.inside(model)
         self._opaque: dict[str, set[str]] = {}
         for unit in split:
@@ -140,6 +142,7 @@ class Restorer:
             self._fill(path, tensor, self._late)
         for path in faults.missing:
             self._default(path, next(lv[path].value for _, lv in leaves_by_unit if path in lv))
+        self._refuse_overwritten(fills, self._late)
         for _, leaves in leaves_by_unit:
             self._set_values(leaves, "runtime")
         self._add_values(modules, {path for _, leaves in leaves_by_unit for path in leaves})
@@ -216,13 +219,34 @@ class Restorer:
 
     def _read(self, path: str, entries: dict[str, TensorEntry]) -> torch.Tensor:
         entry = entries[path]
-        return self._reader.get(entry.file, entry.key)
+        return self._reader.verified(entry.file, entry.key, entry.checksum)
 
     def _fill(self, path: str, tensor: torch.Tensor, entries: dict[str, TensorEntry]) -> None:
         if path in entries:
             tensor.data.copy_(self._read(path, entries))
         else:
             self._default(path, tensor)
+
+    def _refuse_overwritten(
+        self, fills: list[tuple[str, torch.Tensor]], entries: dict[str, TensorEntry]
+    ) -> None:
+        """Two saved tensors may share memory in the model only if they are equal where they meet."""
+        groups: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for path, tensor in fills:
+            if tensor.numel():
+                groups.setdefault(tensor.untyped_storage().data_ptr(), []).append((path, tensor))
+        lost = [
+            path
+            for group in groups.values()
+            if len({(entries[p].file, entries[p].key) for p, _ in group if p in entries}) > 1
+            for path, tensor in group
+            if path in entries and not same_bits(self._read(path, entries), tensor)
+        ]
+        if lost:
+            raise RestoreError(
+                f"Tensors that were saved apart share memory in this model, and differ:\n{listed(lost)}\n"
+                "Start the engine as it was when saving."
+            )
 
     def _default(self, path: str, tensor: torch.Tensor) -> None:
         """The stated value of a missing tensor under `strict=false`: zeros, or 1.0 for a scale."""

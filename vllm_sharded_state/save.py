@@ -1,7 +1,7 @@
 """Model to directory: the state of one rank, unit by unit, and the manifest when all ranks are done."""
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from .errors import OptionError, SaveError, ShardedStateError, listed
 from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
 from .state import construction, plain, units
+from .state.compare import place
 from .state.layout import Chooser, Source, UnitState
 from .state.source import SourceReader
 from .state.twin import Twin
-from .state.walk import Kind
+from .state.walk import Kind, Leaf, join
 
 logger = init_logger("vllm.sharded_state.save")
 
@@ -94,9 +95,9 @@ class _RankSaver:
         every_leaf = {path: leaf for _, leaves in states for path, leaf in leaves.items()}
         refuse_disagreement(every_leaf)
         self._live = {id(leaf.value) for leaf in every_leaf.values() if leaf.is_tensor}
-        self._stock_keys = _stock_keys(every_leaf.values()) if self._wanted == "source" else {}
+        self._stock_keys = _StockKeys(self._model, every_leaf.values())
         room = parts.header_room([*every_leaf, *self._keys])
-        main = parts.PartWriter(self._directory, self._part_name, self._max_size, room)
+        self._main = main = parts.PartWriter(self._directory, self._part_name, self._max_size, room)
         hidden = parts.PartWriter(self._directory, self._hidden_name, self._max_size, room)
         chooser = Chooser(
             self._config, _device(self._config), self._initial, self._wanted, self._source
@@ -157,35 +158,27 @@ class _RankSaver:
         if not parts.holds(tensor.dtype):
             raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
         # Only a live tensor's address identifies it: a rebuilt one gives its memory back.
-        same = (stage, *_place(tensor)) if id(tensor) in self._live and tensor.numel() else None
+        same = (stage, *place(tensor)) if id(tensor) in self._live and tensor.numel() else None
         first = self._paths.get(same) if same else None
-        if first is not None and not self._stock_needs_both(path, first):
+        if first is not None:
             self._entry.tensors[first].aliases.append(path)
             return
         # A source unit may hold a buffer twice: as it is before processing, and as it is now.
-        place = f"{path}{manifest.AGAIN}" if path in self._entry.tensors else path
+        name = f"{path}{manifest.AGAIN}" if path in self._entry.tensors else path
         if same:
-            self._paths.setdefault(same, place)
-        key = self._stock_keys.get(path, path)
-        file = writer.add(key, tensor)
-        self._entry.tensors[place] = TensorEntry(
+            self._paths.setdefault(same, name)
+        key = self._stock_keys.key(path) if writer is self._main else path
+        file, checksum = writer.add(key, tensor)
+        self._entry.tensors[name] = TensorEntry(
             file,
             key,
             str(kind),
             parts.dtype_name(tensor.dtype),
             list(tensor.shape),
             stage,
+            checksum,
             owner=owner,
         )
-
-    def _stock_needs_both(self, path: str, first: str) -> bool:
-        """Whether stock vLLM wants a tied tensor twice.
-
-        A key `lm_head.weight` makes stock untie the embeddings (`ModelConfig.maybe_untie_word_
-        embeddings`), ask for both, and tie them again when they are equal.
-        """
-        tied_head = path.endswith("lm_head.weight") or first.endswith("lm_head.weight")
-        return self._wanted == "source" and tied_head
 
     def _remove_stale_parts(self) -> None:
         """Remove parts that an earlier save left under this rank's names."""
@@ -282,28 +275,30 @@ def _hidden_name(rank: int, part_name: Callable[[Any], str]) -> Callable[[Any], 
     return name
 
 
-def _stock_keys(leaves: Any) -> dict[str, str]:
-    """For a tensor that `state_dict()` shows under several keys: the one that stock's loader wants.
+class _StockKeys:
+    """The key that stock's loader looks for, where `state_dict()` shows one tensor under several.
 
-    `ShardedStateLoader._filter_subtensors` keeps the first in alphabetical order. Tied heads are
-    another matter, see `_stock_needs_both`.
+    `ShardedStateLoader._filter_subtensors` keeps the first in alphabetical order, so that is where
+    stock stores tied word embeddings (vllm/config/vllm.py says so).
     """
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for leaf in leaves:
-        if leaf.in_state_dict and leaf.value.numel():
-            groups.setdefault(_place(leaf.value), []).append(leaf.path)
-    return {
-        path: min(paths)
-        for paths in groups.values()
-        if not any(path.endswith("lm_head.weight") for path in paths)
-        for path in paths
-    }
 
+    def __init__(self, model: nn.Module, leaves: Iterable[Leaf]) -> None:
+        self._names = units.all_names(model)
+        self._shared: dict[str, list[str]] = {}
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for leaf in leaves:
+            if leaf.in_state_dict and leaf.value.numel():
+                group = groups.setdefault(place(leaf.value), [])
+                group.append(leaf.path)
+                self._shared[leaf.path] = group
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two views of the same elements in memory."""
-    form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return (tensor.device, tensor.data_ptr(), *form)
+    def key(self, path: str) -> str:
+        """The first of all keys for the tensor at `path`."""
+        keys = []
+        for same in self._shared.get(path, [path]):
+            owner, _, name = same.rpartition(".")
+            keys += [join(module, name) for module in self._names.get(owner, [owner])]
+        return min(keys)
 
 
 def _device(config: Any) -> torch.device:

@@ -57,5 +57,6 @@ class SavedSource:
                     "layout, and there is no way back.\nSave it with layout=auto or runtime, or "
                     "start the engine from the model's own checkpoint."
                 )
-            tensors[key] = self._reader.get(place.file, place.key).to(device)
+            tensor = self._reader.verified(place.file, place.key, place.checksum)
+            tensors[key] = tensor.to(device)
         return tensors, []

@@ -26,6 +26,7 @@ from .errors import (
 )
 from .options import Options
 from .state import placeholders, units
+from .state.kv_scales import adopt_loaded_scales
 from .state.rehearsal import Rehearsal, rehearse
 from .state.twin import TwinPool, source_parameters
 from .state.units import Unit
@@ -119,6 +120,8 @@ class StockRestorer:
                 raise TensorMismatchError(
                     f"Tensors in {self._directory} do not fit the model:\n{listed(wrong)}\n{_AGAIN}"
                 )
+            if any(_is_scale(key) for key in self._late.get(unit.name, ())):
+                adopt_loaded_scales(unit.root)  # stock saves the buffers without their host mirrors
 
     def _read(self, key: str) -> torch.Tensor:
         return self._reader.get(self._files[key], key)

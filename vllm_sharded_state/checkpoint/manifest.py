@@ -31,6 +31,7 @@ AGAIN = "@again"
 class TensorEntry:
     """One tensor: where its bytes are, its form, and the other paths under which a model has it.
 
+    `checksum` is the BLAKE3 hash of its bytes in row-major order, in hexadecimal (16 bytes).
     `stage` is `source` when it is placed before processing and `runtime` after; `owner` names the
     module whose plain attribute it is when no load creates it.
     """
@@ -41,6 +42,7 @@ class TensorEntry:
     dtype: str
     shape: list[int]
     stage: str
+    checksum: str
     aliases: list[str] = field(default_factory=list)
     owner: str | None = None
 

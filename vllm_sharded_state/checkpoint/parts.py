@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from vllm_sharded_state.errors import IncompleteError
@@ -38,6 +39,8 @@ _DTYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+#: Length of a tensor's BLAKE3 checksum.
+CHECKSUM_BYTES = 16
 #: Bytes of header that one tensor takes beside its key.
 _ENTRY_ROOM = 160
 #: Bytes that are brought to the host at a time when a tensor lies on another device or is strided.
@@ -63,22 +66,24 @@ class PartWriter:
         self._offset = 0
         self.files: dict[str, int] = {}
 
-    def add(self, key: str, tensor: torch.Tensor) -> str:
-        """Write `tensor` under `key`; returns the name of the file it went to."""
+    def add(self, key: str, tensor: torch.Tensor) -> tuple[str, str]:
+        """Write `tensor` under `key`; returns the name of the file it went to, and its checksum."""
         size = tensor.numel() * tensor.element_size()
         full = self._max_size is not None and self._offset + size > self._max_size
         if self._file is None or (full and self._header):
             self._finish()
             self._begin()
+        digest = blake3()
         for chunk in _host_bytes(tensor):
             self._file.write(chunk)
+            digest.update(chunk)
         self._header[key] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [self._offset, self._offset + size],
         }
         self._offset += size
-        return self._name(self._part)
+        return self._name(self._part), digest.hexdigest(length=CHECKSUM_BYTES)
 
     def close(self) -> None:
         """Complete the last part."""
@@ -166,6 +171,19 @@ class PartReader:
     def get(self, name: str, key: str) -> torch.Tensor:
         """One tensor on the CPU; its pages are read when they are touched."""
         return self._handles[name].get_tensor(key)
+
+    def verified(self, name: str, key: str, checksum: str) -> torch.Tensor:
+        """Like `get`, once the bytes were found to be those written. Raises `IncompleteError`."""
+        tensor = self.get(name, key)
+        digest = blake3()
+        for chunk in _host_bytes(tensor):
+            digest.update(chunk)
+        if digest.hexdigest(length=CHECKSUM_BYTES) != checksum:
+            raise IncompleteError(
+                f"{key} in {self._directory / name} is not what was saved: the file is damaged, or of "
+                "another save.\nCopy it again, or save the model again."
+            )
+        return tensor
 
     def form(self, name: str, key: str) -> tuple[list[int], str]:
         """Shape and safetensors dtype of one tensor, from the header."""

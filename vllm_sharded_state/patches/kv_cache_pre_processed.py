@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vllm_sharded_state.patches.contract import Function, Patch
-from vllm_sharded_state.patches.kv_scales import KINDS, adopt_loaded_scales
+from vllm_sharded_state.state.kv_scales import KINDS, adopt_loaded_scales
 
 
 def make(original: Function) -> Function:

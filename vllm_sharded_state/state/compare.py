@@ -78,6 +78,12 @@ def same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.numel() == 0 or all(size == 1 or x == y for size, x, y in sizes)
 
 
+def place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two views of the same elements in memory, as long as both are alive."""
+    form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor.device, tensor.data_ptr(), *form)
+
+
 def describe(tensor: torch.Tensor) -> str:
     """Shape, dtype and, where it says something, stride, for an error message."""
     text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

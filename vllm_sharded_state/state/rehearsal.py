@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from . import placeholders
-from .compare import compare
+from .compare import compare, place
 from .kernels import same_bits
 from .process import process
 from .twin import TwinPool, discard, materialize, source_parameters
@@ -35,12 +35,16 @@ def rehearse(pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
     second, _, _ = _processed(pool, unit, device, seed=1)
     difference = compare(first, second, opaque, bytes_matter=True)
     shown = {path: leaf.value for path, leaf in first.items() if leaf.in_state_dict}
+    places = {place(tensor) for tensor in shown.values() if tensor.numel()}
+
+    def shows(leaf: Leaf) -> bool:
+        return leaf.path in shown or (leaf.is_tensor and place(leaf.value) in places)
+
     return Rehearsal(
         is_identity=shown.keys() == filled.keys()
         and all(same_bits(shown[key], filled[key]) for key in filled),
         tensors=shown,
-        derived=[leaf.path for leaf in difference.overlay if not leaf.in_state_dict]
-        + difference.unfit,
+        derived=[leaf.path for leaf in difference.overlay if not shows(leaf)] + difference.unfit,
         captured=difference.captured,
     )
 
@@ -55,8 +59,7 @@ def _processed(
     copy = twin.take(unit.name)
     materialize(copy, leaves, device, {})
     for key, tensor in source_parameters(copy).items():
-        if isinstance(tensor, torch.nn.Parameter):
-            placeholders.fill(tensor, key, seed)
+        placeholders.fill(tensor, key, seed)  # buffers too: processing may reset them
     filled = {key: tensor.detach().clone() for key, tensor in source_parameters(copy).items()}
     process(copy, twin.vllm_config, device)
     processed = twin.leaves(copy)

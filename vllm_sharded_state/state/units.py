@@ -55,6 +55,16 @@ def _collect(module: nn.Module, name: str, found: dict[str, nn.Module], seen: se
             _collect(child, join(name, child_name), found, seen)
 
 
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Every name under which `state_dict()` shows a module, by the one that `named_modules` gives."""
+    first = {id(module): name for name, module in named_modules(model).items()}
+    names: dict[str, list[str]] = {name: [] for name in first.values()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            names[first[id(module)]].append(name.replace(".base_layer", ""))
+    return names
+
+
 def split(model: nn.Module) -> list[Unit]:
     """Split `model` into units, in the order in which its modules were registered."""
     modules = named_modules(model)
