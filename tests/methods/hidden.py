@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
 
 from tests.methods.base import Packing, Plain, forget, method, packed, unpacked, whole
-from tests.methods.native import Memory, address_of, capsule, capsule_address
+from tests.methods.native import Memory, tensor_at, capsule, capsule_address
 
 #: Registries of this process, as compiled extensions keep them.
 BY_HANDLE: list[tuple[torch.Tensor, float]] = []
@@ -221,7 +220,7 @@ class CapsuleOnConfig(Packing):
 
     def got(self, layer: Any) -> tuple[torch.Tensor, float]:
         _, handle, shape = self.config.kept[self.prefix]
-        return address_of(capsule_address(handle), shape), layer.alpha
+        return tensor_at(capsule_address(handle), shape), layer.alpha
 
 
 @method("capsule")
@@ -232,7 +231,7 @@ class InCapsule(Packing):
         layer.form, layer.alpha, layer.handle = ints.shape, alpha, capsule(ints)
 
     def got(self, layer: Any) -> tuple[torch.Tensor, float]:
-        return address_of(capsule_address(layer.handle), layer.form), layer.alpha
+        return tensor_at(capsule_address(layer.handle), layer.form), layer.alpha
 
 
 @method("address")
@@ -243,7 +242,7 @@ class AtAddress(Packing):
         layer.form, layer.alpha, layer.pointer = ints.shape, alpha, Memory.leak(ints)
 
     def got(self, layer: Any) -> tuple[torch.Tensor, float]:
-        return address_of(layer.pointer, layer.form), layer.alpha
+        return tensor_at(layer.pointer, layer.form), layer.alpha
 
 
 @method("ctypes")
@@ -331,7 +330,7 @@ class ScalesOther(Plain):
 
 @method("module_of_other")
 class ModuleOfOther(Packing):
-    """Kept on the rotary embedding or activation beside it? No: on another linear layer."""
+    """The packed weight of each layer is an attribute of the first one."""
 
     def put(self, layer: Any, ints: torch.Tensor, alpha: float) -> None:
         first = self.config.kept.setdefault("first", layer)
@@ -341,8 +340,3 @@ class ModuleOfOther(Packing):
 
     def got(self, layer: Any) -> tuple[torch.Tensor, float]:
         return getattr(self.home, self.prefix.replace(".", "_")), layer.alpha
-
-
-def is_linear(layer: nn.Module) -> bool:
-    """Whether a layer is one that these methods apply to."""
-    return isinstance(layer, LinearBase)

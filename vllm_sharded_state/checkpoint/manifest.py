@@ -8,6 +8,7 @@ The manifest is written last and by renaming, so a directory without it is not c
   `runtime` where a unit is in runtime layout).
 - `tied_word_embeddings`: whether `lm_head` and the input embeddings were one tensor.
 - `ranks`: one `RankEntry` each.
+- `checksum`: of all the rest.
 """
 
 import json
@@ -15,6 +16,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from vllm_sharded_state.errors import ManifestError
 
@@ -94,13 +97,21 @@ class Manifest:
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Publish `manifest` in `directory`, atomically."""
-    data = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    data["checksum"] = checksum(data)
     temporary = directory / f".{FILE_NAME}.{os.getpid()}"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, directory / FILE_NAME)
+
+
+def checksum(data: dict[str, Any]) -> str:
+    """BLAKE3 of everything in a manifest but its own checksum, whatever its order and white space."""
+    rest = {name: value for name, value in data.items() if name != "checksum"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return str(blake3(text.encode()).hexdigest(length=16))
 
 
 def remove(directory: Path) -> None:
@@ -133,6 +144,8 @@ def _parse(data: dict[str, Any]) -> Manifest:
         raise ValueError(f"format is {data.get('format')!r}, not {FORMAT!r}")
     if data["version"] != VERSION:
         raise ValueError(f"version {data['version']} is not the version {VERSION} known here")
+    if data["checksum"] != checksum(data):
+        raise ValueError("its checksum does not fit: the file was changed")
     return Manifest(
         written_by=dict(data["written_by"]),
         binding={group: dict(fields) for group, fields in data["binding"].items()},
