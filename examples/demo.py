@@ -10,6 +10,7 @@ one that starts from the saved state. Exits with 1 when anything differs.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "demo"
 MODELS = ("gemma", "gemma-kv", "gemma-kv-head", "gemma-w8a8-kv")
 MB = 1_000_000
+ERROR = re.compile(r"[\w.]*(Error|Exception): .*")
 
 # vLLM loads every plugin it finds. Named here, so that no other one has a part in the comparison.
 STOCK = {"VLLM_PLUGINS": ""}
@@ -56,10 +58,16 @@ def engine(name: str, task: dict[str, Any], **variables: str) -> dict[str, Any]:
             env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
         )
     if done.returncode or not answer.exists():
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-        raise Failed(f"{end}\n\n{name}: exit {done.returncode}, the whole log is {log}")
+        raise Failed(f"{name}: exit {done.returncode}, see {log}\n{causes(log)}")
     result: dict[str, Any] = json.loads(answer.read_text())
     return result
+
+
+def causes(log: Path) -> str:
+    """Return the errors that a log names, each once, without vLLM's prefix; else the log's end."""
+    lines = log.read_text(errors="replace").splitlines()
+    named = [line[found.start() :] for line in lines if (found := ERROR.search(line))]
+    return "\n".join(f"  {line}" for line in dict.fromkeys(named) or lines[-20:])
 
 
 def size(directory: Path) -> str:
