@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.methods.base import Packing, Plain, forget, method, packed, unpacked, whole
-from tests.methods.native import Memory, tensor_at, capsule, capsule_address
+from tests.quantization.base import Packing, Plain, forget, method, packed, unpacked, whole
+from tests.quantization.native import Memory, tensor_at, capsule, capsule_address
 
 #: Registries of this process, as compiled extensions keep them.
 BY_HANDLE: list[tuple[torch.Tensor, float]] = []

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.methods.base import (
+from tests.quantization.base import (
     Packing,
     Plain,
     forget,

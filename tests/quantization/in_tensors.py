@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.methods.base import Packing, Plain, forget, frozen, method, packed, whole
+from tests.quantization.base import Packing, Plain, forget, frozen, method, packed, whole
 
 method("plain")(Plain)
 

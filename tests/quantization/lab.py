@@ -1,0 +1,125 @@
+"""The batches of these tests, each one process, run when a test first asks for its results."""
+
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.quantization import checkpoint
+from tests.quantization.table import LAYOUTS, OWN_REFERENCE
+from tests.support.batch import Job, run_batch
+from tests.support.lab import WITH_OURS, WAYS_ONLY, Result
+
+#: Method and seed; the seed is 0 except for the random ones.
+Case = tuple[str, int]
+
+
+def name(case: Case) -> str:
+    return f"{case[0]}-{case[1]}"
+
+
+class MethodsLab:
+    """All in the way `tensors`: what is left of vLLM's own layers there holds nothing native."""
+
+    def __init__(self, root: Path, cases: list[Case]) -> None:
+        self.root = root
+        self.cases = cases
+        self.models = {name(case): checkpoint.write(root, *case) for case in cases}
+
+    def saved(self, case: str, layout: str) -> Path:
+        return self.root / f"saved.{case}.{layout}"
+
+    def stock_saved(self, case: str) -> Path:
+        return self.root / f"stock.{case}"
+
+    @cached_property
+    def references(self) -> dict[str, Result]:
+        """By case: stock loads the original, and shows what only use shows."""
+        return self._run([self.job(case) for case in self.models], WAYS_ONLY)
+
+    @cached_property
+    def stock_saves(self) -> dict[str, Result]:
+        """By case: stock loads the original and saves it."""
+        jobs = [
+            self.job(case, save=str(self.stock_saved(case)), mutate=None) for case in self.models
+        ]
+        results = self._run(jobs, WAYS_ONLY)
+        for case, model in self.models.items():
+            for path in model.iterdir():
+                if path.suffix == ".json" and "index" not in path.name:
+                    shutil.copy(path, self.stock_saved(case))
+        return results
+
+    @cached_property
+    def saves(self) -> dict[str, Result]:
+        """By "case.layout": our plugin loads the original and saves it."""
+        jobs = [
+            self.job(
+                case,
+                id=f"{case}.{layout}",
+                save=str(self.saved(case, layout)),
+                layout=layout,
+                mutate=None,
+                snapshot_after=True,
+            )
+            for case in self.models
+            for layout in LAYOUTS
+        ]
+        return self._run(jobs, WITH_OURS)
+
+    @cached_property
+    def loads(self) -> dict[str, Result]:
+        """By "case.layout", and "case.stock" for what stock saved: loaded by our plugin."""
+        jobs = [
+            self.sharded(self.saved(case, layout), id=f"{case}.{layout}")
+            for case in self.models
+            for layout in LAYOUTS
+            if self.saves[f"{case}.{layout}"]["error"] is None
+        ]
+        jobs += [
+            self.sharded(self.stock_saved(case), id=f"{case}.stock")
+            for case in self.models
+            if self.stock_saves[case]["error"] is None
+        ]
+        return self._run(jobs, WITH_OURS)
+
+    @cached_property
+    def stock_loads(self) -> dict[str, Result]:
+        """By case: what our plugin saved in source layout, loaded by stock."""
+        jobs = [
+            self.sharded(self.saved(case, "source"), id=case)
+            for case in self.models
+            if self.saves[f"{case}.source"]["error"] is None
+        ]
+        return self._run(jobs, WAYS_ONLY)
+
+    def job(self, case: str, **more: Any) -> Job:
+        settings: dict[str, Any] = {
+            "id": case,
+            "model": str(self.models[case]),
+            "register": "tests.quantization.register",
+            "mutate": "reveal_methods",
+        }
+        return Job(**(settings | more))
+
+    def sharded(self, directory: Path, **more: Any) -> Job:
+        settings: dict[str, Any] = {
+            "id": directory.name,
+            "model": str(directory),
+            "engine": {"load_format": "sharded_state"},
+            "register": "tests.quantization.register",
+            "mutate": "reveal_methods",
+        }
+        return Job(**(settings | more))
+
+    def truth(self, case: str, layout: str) -> dict[str, Any]:
+        """The snapshot that a load has to equal."""
+        if case.rpartition("-")[0] in OWN_REFERENCE:
+            return self.saves[f"{case}.{layout}"]["snapshot"]
+        reference = self.references[case]
+        assert reference["error"] is None, reference["error"]
+        return reference["snapshot"]
+
+    @staticmethod
+    def _run(jobs: list[Job], plugins: str) -> dict[str, Result]:
+        return run_batch(jobs, "tensors", plugins)

@@ -1,0 +1,31 @@
+"""Imported by a batch process (`Job.register`): registers every method of these tests with vLLM."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase
+
+from tests.quantization import attention, base, hidden, in_python, in_tensors, loaders, scattered
+from tests.quantization.table import TABLE
+from tests.zoo.mutations import MUTATIONS
+
+assert {attention, hidden, in_python, in_tensors, loaders, scattered}
+_listed = {*TABLE, "scattered"}
+assert base.METHODS.keys() == _listed, sorted(base.METHODS.keys() ^ _listed)
+base.enter()
+
+
+def reveal(model: nn.Module) -> None:
+    """Show what only use shows: wide inputs to linears, and what attention kernels would read."""
+    generator = torch.Generator().manual_seed(11)
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, LinearBase) and isinstance(method, base.Plain):
+            columns = getattr(module, "input_size_per_partition", module.input_size)
+            x = torch.randn(300, columns, generator=generator).to(torch.bfloat16)
+            module.revealed = method.apply(module, x)
+    attention.reveal(model)
+
+
+MUTATIONS["reveal_methods"] = reveal

@@ -1,0 +1,149 @@
+"""What must happen to each method of these tests, in each layout. Knows no vLLM.
+
+`TRIP`: saved, and loaded in another process exactly as the original. `REFUSE`: the save names the
+module and refuses. `EITHER`: one of the two; the reason stands beside it. Nothing may load wrong.
+"""
+
+TRIP, REFUSE, EITHER = "trip", "refuse", "either"
+LAYOUTS = ("auto", "runtime", "source")
+
+Expected = tuple[str, str, str]
+
+ALWAYS: Expected = (TRIP, TRIP, TRIP)
+#: Only processing the source tensors again can make it.
+SOURCE_ONLY: Expected = (TRIP, REFUSE, TRIP)
+#: Source tensors don't give it: it is what it is.
+RUNTIME_ONLY: Expected = (TRIP, TRIP, REFUSE)
+#: As above; in source layout it may come back if more than the source tensors is saved.
+RUNTIME_FIRST: Expected = (TRIP, TRIP, EITHER)
+#: Source layout holds it; whether runtime layout does as well is the product's choice.
+SOURCE_FIRST: Expected = (TRIP, EITHER, TRIP)
+NOWHERE: Expected = (REFUSE, REFUSE, REFUSE)
+ANY: Expected = (EITHER, EITHER, EITHER)
+
+TABLE: dict[str, Expected] = {
+    # in_tensors
+    "plain": ALWAYS,
+    "transpose": ALWAYS,
+    "transpose_in_place": ALWAYS,
+    "strided": ALWAYS,
+    "repack": ALWAYS,
+    "rename": ALWAYS,
+    "delete_and_replace": ALWAYS,
+    "set_to_none": ALWAYS,
+    "transient": ALWAYS,
+    "attribute": ALWAYS,
+    "alias": ALWAYS,
+    "offset": ALWAYS,
+    "arena": RUNTIME_FIRST,  # its source parameters lose the memory that they share
+    "expanded": SOURCE_FIRST,
+    "sparse": SOURCE_FIRST,  # safetensors has no sparse tensors
+    "mkldnn": SOURCE_FIRST,
+    "compressed": SOURCE_ONLY,  # sizes follow from the weights
+    "lies": ALWAYS,
+    "on_parameter": ALWAYS,
+    "on_buffer": SOURCE_FIRST,
+    "number_on_parameter": SOURCE_FIRST,
+    # in_python
+    "object": ALWAYS,
+    "slots": ALWAYS,
+    "dataclass": ALWAYS,
+    "frozen_dataclass": ALWAYS,
+    "frozen_slotted_dataclass": ALWAYS,
+    "named_tuple": SOURCE_ONLY,
+    "dict": ALWAYS,
+    "list": ALWAYS,
+    "tuple": ALWAYS,
+    "number_in_tuple": SOURCE_ONLY,
+    "list_with_attribute": SOURCE_FIRST,
+    "words": ALWAYS,
+    "enum": SOURCE_ONLY,
+    "function_choice": SOURCE_ONLY,
+    "class_choice": SOURCE_ONLY,
+    "only_if": SOURCE_FIRST,
+    "only_if_not": SOURCE_FIRST,
+    "attribute_only_if": SOURCE_FIRST,  # what a load does not create can be set, but shares nothing
+    "closure": ALWAYS,
+    "partial": ALWAYS,
+    "number_in_partial": SOURCE_ONLY,
+    "bound_method": ALWAYS,
+    "default_argument": SOURCE_ONLY,
+    "module_in_list": ALWAYS,
+    "child_module": ANY,  # the model gets a module that its constructor did not make
+    "numpy": ALWAYS,
+    "numpy_reversed": SOURCE_FIRST,
+    "numpy_structured": SOURCE_FIRST,
+    "numpy_read_only": SOURCE_FIRST,
+    "numpy_scalar": SOURCE_FIRST,
+    "bytes": SOURCE_ONLY,
+    "normalized": ALWAYS,
+    "packed_tuple_of_tensors": ALWAYS,
+    "long_chain": SOURCE_FIRST,
+    "quant_method_replaced": ANY,  # another class than the one that a load finds
+    # hidden
+    "handle": SOURCE_ONLY,
+    "handle_in_string": SOURCE_ONLY,
+    "handle_in_set": SOURCE_ONLY,
+    "handle_in_float": SOURCE_ONLY,
+    "handle_in_attribute_tensor": SOURCE_ONLY,
+    "handle_in_parameter": SOURCE_ONLY,
+    "handle_in_float_buffer": SOURCE_ONLY,
+    "handle_in_tuple": SOURCE_ONLY,
+    "reused_handle": ANY,  # all layers share one registry, which a rehearsal of one of them lacks
+    "by_name": ANY,  # a twin takes the live layer's place in the registry
+    "copy_by_name": ANY,
+    "by_id": SOURCE_ONLY,
+    "copy_by_id": SOURCE_ONLY,
+    "wide_copy_by_id": SOURCE_ONLY,
+    "by_content": SOURCE_ONLY,
+    "on_class": ANY,
+    "on_config": ANY,
+    "capsule_on_config": ANY,
+    "capsule": SOURCE_ONLY,
+    "address": SOURCE_ONLY,
+    "ctypes": SOURCE_ONLY,
+    "array": SOURCE_ONLY,
+    "script_object": SOURCE_ONLY,
+    "others_weight": ANY,  # a rehearsal of one layer has no weights of another
+    "reads_other": ANY,
+    "scales_other": ANY,
+    "module_of_other": ANY,
+    # loaders
+    "random": RUNTIME_FIRST,
+    "hash_of_name": RUNTIME_FIRST,
+    "hash_of_name_in_tuple": ANY,
+    "asserts": SOURCE_FIRST,  # placeholders need not satisfy every assertion
+    "loader_takes_notes": SOURCE_FIRST,
+    "loader_takes_notes_quietly": ALWAYS,
+    "loader_keeps_sum": RUNTIME_FIRST,  # each time a loader is called again it adds
+    "loader_writes_other": RUNTIME_FIRST,
+    "loader_adds": RUNTIME_FIRST,
+    "loader_is_partial": SOURCE_ONLY,
+    "padded_with_zeros": SOURCE_ONLY,
+    "padded_with_threes": SOURCE_FIRST,
+    "number_from_buffer": RUNTIME_FIRST,
+    "clamps": ALWAYS,
+    "number_if_negative": ALWAYS,
+    "lazy": SOURCE_FIRST,
+    # attention
+    "attention_number": RUNTIME_FIRST,
+    "attention_object": RUNTIME_FIRST,
+    "attention_ctypes": ANY,
+    "attention_numpy_scalar": ANY,
+    "attention_decimal": ANY,
+    "attention_bytearray": ANY,
+    "attention_tensor_attribute": ANY,
+    "attention_list_subclass": ANY,
+    "attention_function": ANY,
+    "attention_class": ANY,
+    "attention_handle": ANY,
+    "attention_handle_in_string": ANY,
+}
+
+#: What processing makes differs between two processes that load the same checkpoint, stock ones too:
+#: such a method is compared with the process that saved, not with a reference.
+OWN_REFERENCE = frozenset({"random", "hash_of_name", "hash_of_name_in_tuple"})
+#: Numbers that index a process's registry, which no two processes need have in common.
+VOLATILE = frozenset({"address"})
+#: Seeds of the methods drawn at random.
+SEEDS = range(24)
