@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.quantization.base import Packing, Plain, forget, method, packed, unpacked, whole
-from tests.quantization.native import Memory, tensor_at, capsule, capsule_address
+from tests.quantization.native import Memory, capsule, capsule_address, tensor_at
 
 #: Registries of this process, as compiled extensions keep them.
 BY_HANDLE: list[tuple[torch.Tensor, float]] = []

@@ -8,7 +8,7 @@ from typing import Any
 from tests.quantization import checkpoint
 from tests.quantization.table import LAYOUTS, OWN_REFERENCE
 from tests.support.batch import Job, run_batch
-from tests.support.lab import WITH_OURS, WAYS_ONLY, Result
+from tests.support.lab import WAYS_ONLY, WITH_OURS, Result
 
 #: Method and seed; the seed is 0 except for the random ones.
 Case = tuple[str, int]

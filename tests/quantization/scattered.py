@@ -11,7 +11,6 @@ import torch
 
 from tests.quantization.base import METHODS, Packing, unpacked
 
-
 #: Puts a thing inside a new container; returns that, and how to get the thing back out of it.
 Wrapper = Callable[[random.Random, Any], tuple[Any, Callable[[Any], Any]]]
 

@@ -1,5 +1,9 @@
 """Changes made to a loaded model by hand, as a user or a trainer would."""
 
+import os
+import shutil
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -29,4 +33,15 @@ def rewrite_weights(model: nn.Module) -> None:
             parameter.data.add_(step.to(torch.bfloat16))
 
 
-MUTATIONS = {"set_scales": set_scales, "rewrite_weights": rewrite_weights}
+def overwrite_source(model: nn.Module) -> None:
+    """Somebody puts other weights where the model was loaded from. The model itself stays."""
+    target, other = os.environ["VSS_TEST_OVERWRITE"].split(":")
+    for path in Path(other).glob("*.safetensors"):
+        shutil.copy(path, Path(target) / path.name)
+
+
+MUTATIONS = {
+    "set_scales": set_scales,
+    "rewrite_weights": rewrite_weights,
+    "overwrite_source": overwrite_source,
+}
