@@ -117,7 +117,7 @@ class _RankSaver:
         return self._entry
 
     def _source(self) -> Source:
-        twin = Twin(self._config)
+        twin = Twin(self._config, _device(self._config))
         if self._config.load_config.load_format == "sharded_state":
             return SavedSource(twin)
         return SourceReader(twin, self._initial)

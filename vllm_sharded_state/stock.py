@@ -63,7 +63,8 @@ class StockRestorer:
 
     def before_processing(self, model: nn.Module) -> None:
         """Decide for each unit whether its tensors go in before or after processing; fill the former."""
-        pool = TwinPool(self._config)
+        device = torch.device(self._config.device_config.device)
+        pool = TwinPool(self._config, device)
         inside = units.inside(model)
         early: list[tuple[str, torch.Tensor]] = []
         adopted: list[Unit] = []
@@ -83,7 +84,7 @@ class StockRestorer:
                 adopted.append(unit)
                 self._late[unit.name] = own
             else:
-                rehearsal = rehearse(pool, unit, torch.device(self._config.device_config.device))
+                rehearsal = rehearse(pool, unit, device)
                 if rehearsal.is_identity:
                     found = self._match(before, own, shared, problems)
                     early += [(key, before[key]) for key in found]

@@ -108,6 +108,26 @@ class OnListSubclass(Scaled):
         return layer.kept.value
 
 
+class _Private:
+    __slots__ = ("__value",)
+
+    def __init__(self, value: float) -> None:
+        self.__value = value
+
+    def tell(self) -> float:
+        return self.__value
+
+
+class InPrivateSlot(Scaled):
+    """In a slot whose name Python changes."""
+
+    def put(self, layer: Any, value: float) -> None:
+        layer.kept = _Private(value)
+
+    def got(self, layer: Any) -> float:
+        return layer.kept.tell()
+
+
 class ByFunction(Scaled):
     """The weights choose one of two functions."""
 
@@ -167,6 +187,7 @@ _CLASSES = {
     "attention_bytearray": InBytearray,
     "attention_tensor_attribute": InTensorAttribute,
     "attention_list_subclass": OnListSubclass,
+    "attention_private_slot": InPrivateSlot,
     "attention_function": ByFunction,
     "attention_class": ByClass,
     "attention_handle": Handle,

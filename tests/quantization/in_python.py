@@ -412,9 +412,9 @@ class InBytes(Packing):
         full = torch.frombuffer(bytearray(layer.raw), dtype=torch.int8)
         return full.view(layer.columns, -1), layer.alpha
 
-    def create_weights(self, layer: Any, rows: int, *args: Any, **kwargs: Any) -> None:
-        super().create_weights(layer, rows, *args, **kwargs)
-        layer.columns = rows
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        layer.columns = layer.weight.shape[1]
 
 
 @method("normalized")

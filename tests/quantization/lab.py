@@ -114,11 +114,16 @@ class MethodsLab:
 
     def truth(self, case: str, layout: str) -> dict[str, Any]:
         """The snapshot that a load has to equal."""
-        if case.rpartition("-")[0] in OWN_REFERENCE:
+        if self.is_own_reference(case):
             return self.saves[f"{case}.{layout}"]["snapshot"]
         reference = self.references[case]
         assert reference["error"] is None, reference["error"]
         return reference["snapshot"]
+
+    @staticmethod
+    def is_own_reference(case: str) -> bool:
+        """Whether two stock processes would differ; see `table.OWN_REFERENCE`."""
+        return case.rpartition("-")[0] in OWN_REFERENCE
 
     @staticmethod
     def _run(jobs: list[Job], plugins: str) -> dict[str, Result]:

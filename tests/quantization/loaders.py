@@ -140,15 +140,15 @@ class WritesOther(Plain):
     """The loader of the weight writes another parameter, which the checkpoint lacks."""
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
         loader = kwargs["weight_loader"]
-        rows = sum(args[1])
-        layer.register_parameter("loads", frozen(torch.zeros(rows)))
+        layer.register_parameter("loads", frozen(torch.zeros(len(layer.weight))))
 
         def load(param: Any, loaded: torch.Tensor, shard: Any = None) -> None:
-            layer.loads.data[: loaded.numel()] += 0.5
+            layer.loads.data[: len(loaded)] += 0.5
             loader(param, loaded) if shard is None else loader(param, loaded, shard)
 
-        super().create_weights(layer, *args, **{**kwargs, "weight_loader": load})
+        layer.weight.weight_loader = load
 
     def matrix(self, layer: Any) -> torch.Tensor:
         return whole(layer).t() * (1 + layer.loads.data)

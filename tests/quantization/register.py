@@ -1,19 +1,25 @@
 """Imported by a batch process (`Job.register`): registers every method of these tests with vLLM."""
 
+import atexit
+import gc
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.models import llama
 
 from tests.quantization import attention, base, hidden, in_python, in_tensors, loaders, scattered
 from tests.quantization.table import TABLE
 from tests.zoo.mutations import MUTATIONS
 
-assert {attention, hidden, in_python, in_tensors, loaders, scattered}
+assert {llama, attention, hidden, in_python, in_tensors, loaders, scattered}
 _listed = {*TABLE, "scattered"}
 assert base.METHODS.keys() == _listed, sorted(base.METHODS.keys() ^ _listed)
 base.enter()
+# A batch collects garbage after each of hundreds of models: spare it the objects of all modules.
+gc.freeze()
+atexit.register(gc.unfreeze)
 
 
 def reveal(model: nn.Module) -> None:

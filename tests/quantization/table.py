@@ -134,6 +134,7 @@ TABLE: dict[str, Expected] = {
     "attention_bytearray": ANY,
     "attention_tensor_attribute": ANY,
     "attention_list_subclass": ANY,
+    "attention_private_slot": ANY,
     "attention_function": ANY,
     "attention_class": ANY,
     "attention_handle": ANY,

@@ -12,25 +12,37 @@ import weakref
 
 import torch
 from torch import nn
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 #: Attributes that `nn.Module` keeps for itself; loaders end with `eval()`, which sets `training`.
 MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 
-#: Attributes the engine binds after loading; they hold no weights.
-#: `kv_cache`: bound by `vllm.v1.worker.utils.bind_kv_cache`; the `support_torch_compile` decorator
-#: (vllm/compilation/decorators.py) keeps the others on the model.
-ENGINE_ATTRIBUTES = frozenset(
+#: What the engine binds to attention-like layers (vllm/v1/worker/utils.py, `bind_kv_cache`).
+_KV_CACHE = frozenset({"kv_cache"})
+
+#: What the compiler keeps on a model (vllm/compilation/decorators.py and wrapper.py).
+_COMPILER = frozenset(
     {
-        "kv_cache",
-        "vllm_config",
+        "_aot_cache_dir",
+        "_aot_compilation_path",
+        "_bytecode_hook_handle",
+        "_compile_prefix",
+        "_compile_tag",
+        "_compiled_bytecode",
+        "_compiled_callable",
+        "_dynamic_arg_dims",
+        "_is_encoder",
+        "aot_compile",
+        "aot_compiled_fn",
         "compilation_config",
         "compiled",
-        "compiled_callable",
-        "aot_compiled_fn",
         "do_not_compile",
-        "was_aot_compile_fn_loaded_from_disk",
-        "first_compile",
         "evaluate_guards",
+        "first_compile",
+        "layerwise_nvtx_tracing_enabled",
+        "vllm_config",
+        "was_aot_compile_fn_loaded_from_disk",
     }
 )
 
@@ -82,6 +94,16 @@ INERT_TYPES = (
 
 #: Classes whose instances own memory that only native code can read (vllm/_custom_ops.py).
 NATIVE_HANDLES = frozenset({"CPUDNNLGEMMHandler"})
+
+
+def skipped_attributes(module: nn.Module) -> frozenset[str]:
+    """Attributes of `module` that hold no weights: torch's own, the engine's and the compiler's."""
+    skipped = MODULE_INTERNALS
+    if isinstance(module, AttentionLayerBase):
+        skipped |= _KV_CACHE
+    if isinstance(module, TorchCompileWithNoGuardsWrapper):
+        skipped |= _COMPILER
+    return skipped
 
 
 def leads_outside(value: object) -> bool:

@@ -67,7 +67,7 @@ class Chooser:
         self._device = device
         self._initial = initial
         self._wanted = wanted
-        self._pool = TwinPool(vllm_config, prefix)
+        self._pool = TwinPool(vllm_config, device, prefix)
         self._open_source = source
         self._source: Source | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config
+from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
@@ -38,6 +38,7 @@ def isolated_config(vllm_config: Any) -> Any:
     for name, value in vars(vllm_config.compilation_config).items():
         if name.startswith("static_") and isinstance(value, list):
             setattr(config.compilation_config, name, [])
+    config.compilation_config.mode = CompilationMode.NONE  # a twin is never run as a whole
     config.quant_config = copy.deepcopy(vllm_config.quant_config)
     return config
 
@@ -56,18 +57,32 @@ def _private_rope_cache() -> Iterator[None]:
 
 
 class Twin:
-    """A model on the meta device, whose units can be materialized one at a time."""
+    """A model on the meta device, whose units can be materialized one at a time.
 
-    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+    A model whose constructor can't run there is built on `device`.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, prefix: str = "") -> None:
         self.vllm_config = isolated_config(vllm_config)
         model_config = self.vllm_config.model_config
         with (
             _private_rope_cache(),
             set_current_vllm_config(self.vllm_config),
             set_default_torch_dtype(model_config.dtype),
-            torch.device("meta"),
         ):
-            self.model = initialize_model(self.vllm_config, prefix=prefix)
+            try:
+                with torch.device("meta"):
+                    self.model = initialize_model(self.vllm_config, prefix=prefix)
+            except Exception as error:  # noqa: BLE001 - a constructor may need real values anywhere
+                logger.warning(
+                    "This model can't be built on the meta device (%s: %s); a second one is built in "
+                    "memory to find out how to save it",
+                    type(error).__name__,
+                    error,
+                )
+                self.vllm_config = isolated_config(vllm_config)
+                with device, set_current_vllm_config(self.vllm_config):
+                    self.model = initialize_model(self.vllm_config, prefix=prefix)
         self.units: dict[str, Unit] = {unit.name: unit for unit in units.split(self.model)}
         self.inside = units.inside(self.model)
         self._used: set[str] = set()
@@ -89,8 +104,9 @@ class Twin:
 class TwinPool:
     """Hands out unused units, building another twin whenever each of those it has was used."""
 
-    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, prefix: str = "") -> None:
         self._vllm_config = vllm_config
+        self._device = device
         self._prefix = prefix
         self._twins: list[Twin] = []
 
@@ -99,7 +115,7 @@ class TwinPool:
         for twin in self._twins:
             if twin.has(name):
                 return twin
-        twin = Twin(self._vllm_config, self._prefix)
+        twin = Twin(self._vllm_config, self._device, self._prefix)
         if name not in twin.units:
             raise KeyError(name)
         self._twins.append(twin)

@@ -103,7 +103,7 @@ class _Visitor:
                 transient = name in module._non_persistent_buffers_set
                 kind = Kind.TRANSIENT if transient else Kind.BUFFER
                 yield self._leaf(join(path, name), kind, buffer, _attribute(module, name))
-        skipped = boundaries.MODULE_INTERNALS | boundaries.ENGINE_ATTRIBUTES
+        skipped = boundaries.skipped_attributes(module)
         for name, value in sorted(vars(module).items()):
             if name not in skipped:
                 yield from self._visit(join(path, name), value, _attribute(module, name), 0)
@@ -175,6 +175,10 @@ class _Visitor:
             yield from self._object_state(path, value, depth)
 
     def _function(self, path: str, function: types.FunctionType, depth: int) -> Iterator[Leaf]:
+        compiled = getattr(function, "_torchdynamo_orig_callable", None)
+        if compiled is not None:  # a wrapper of torch.compile's: the state is the function's own
+            yield from self._visit(path, compiled, None, depth)
+            return
         if (function.__module__ or "").startswith("torch."):
             return
         names = function.__code__.co_freevars
