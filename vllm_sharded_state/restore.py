@@ -5,7 +5,6 @@ to find its place; names, shapes and dtypes are compared before anything is copi
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,8 @@ from vllm.logger import init_logger
 from .adopt import adopt, can_adopt
 from .checkpoint.manifest import AGAIN, RankEntry, TensorEntry
 from .checkpoint.parts import PartReader, dtype_name, holds
-from .errors import (
-    IncompleteError,
-    MismatchError,
-    RestoreError,
-    TensorMismatchError,
-    UnexpectedTensorError,
-    listed,
-)
+from .errors import MismatchError, RestoreError, listed
+from .faults import Faults
 from .options import Options
 from .state import placeholders, plain, units
 from .state.kernels import same_bits
@@ -32,34 +25,6 @@ from .state.units import Unit
 from .state.walk import Kind, Leaf, join
 
 logger = init_logger("vllm.sharded_state.restore")
-
-
-@dataclass
-class _Places:
-    """Faults found while tensors were matched with their places, by kind."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    def refuse(self, directory: Path, strict: bool) -> None:
-        """Raise for the first kind of fault there is; missing tensors only when `strict`."""
-        if self.wrong:
-            raise TensorMismatchError(
-                f"Tensors in {directory} have another form than the model:\n{listed(self.wrong)}\n"
-                "The checkpoint belongs to another model or configuration; save again from this one."
-            )
-        if self.unexpected:
-            raise UnexpectedTensorError(
-                f"Tensors in {directory} have no place in the model:\n{listed(self.unexpected)}\n"
-                "The checkpoint belongs to another model or configuration; save again from this one."
-            )
-        if self.missing and strict:
-            raise IncompleteError(
-                f"The model reads tensors that {directory} does not hold:\n{listed(self.missing)}\n"
-                "Save the model again. To start all the same, with zeros (scales: 1.0) in their "
-                "place, set strict to false in model_loader_extra_config."
-            )
 
 
 class Restorer:
@@ -82,7 +47,7 @@ class Restorer:
         split = units.split(model)
         self._check_units(split)
         fills: list[tuple[str, torch.Tensor]] = []
-        faults = _Places()
+        faults = Faults()
         expected: set[str] = set()
         for unit in split:
             if self._layout(unit) == "source":
@@ -112,7 +77,7 @@ class Restorer:
 
     def after_processing(self, model: nn.Module) -> None:
         """Put every remaining tensor and value in place, and account for all that the model reads."""
-        faults = _Places()
+        faults = Faults()
         placed: set[str] = set()
         fills: list[tuple[str, torch.Tensor]] = []
         leaves_by_unit = list(units.all_leaves(model))
@@ -161,7 +126,7 @@ class Restorer:
         listed_keys: dict[str, set[str]] = {name: set() for name in self._entry.files}
         for entry in self._entry.tensors.values():
             listed_keys[entry.file].add(entry.key)
-        faults = _Places()
+        faults = Faults()
         for file, keys in listed_keys.items():
             found = set(self._reader.keys(file))
             faults.missing += [f"{key} (in {file})" for key in keys - found]
@@ -205,7 +170,7 @@ class Restorer:
         return [path for path in entries if path.startswith(prefix)]
 
     def _match(
-        self, path: str, tensor: torch.Tensor, entries: dict[str, TensorEntry], faults: _Places
+        self, path: str, tensor: torch.Tensor, entries: dict[str, TensorEntry], faults: Faults
     ) -> None:
         entry = entries.get(path)
         if entry is None:

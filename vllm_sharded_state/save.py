@@ -1,21 +1,19 @@
 """Model to directory: the state of one rank, unit by unit, and the manifest when all ranks are done."""
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
-from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from . import identity, options, sidefiles
+from . import identity, options, publish
 from .checkpoint import manifest, parts
-from .checkpoint.manifest import Manifest, RankEntry, TensorEntry, UnitEntry, ValueEntry
-from .errors import OptionError, SaveError, ShardedStateError, listed
+from .checkpoint.manifest import RankEntry, TensorEntry, UnitEntry, ValueEntry
+from .errors import OptionError, SaveError, ShardedStateError
 from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
 from .state import construction, plain, units
@@ -23,7 +21,8 @@ from .state.compare import place
 from .state.layout import Chooser, Source, UnitState
 from .state.source import SourceReader
 from .state.twin import Twin
-from .state.walk import Kind, Leaf, join
+from .state.walk import Kind
+from .stock_keys import StockKeys
 
 logger = init_logger("vllm.sharded_state.save")
 
@@ -58,10 +57,10 @@ def save_model(
     except OSError as error:
         failure = SaveError(f"{directory} can't be written: {error}")
         failure.__cause__ = error
-    entries = _exchange(entry, failure)
-    if dist.get_rank() == 0 if dist.is_initialized() else True:
-        _publish(directory, model, built.vllm_config, entries)
-    _barrier()
+    entries = publish.exchange(entry, failure)
+    if publish.is_first():
+        publish.write_manifest(directory, built.vllm_config, entries)
+    publish.barrier()
 
 
 class _RankSaver:
@@ -95,7 +94,7 @@ class _RankSaver:
         every_leaf = {path: leaf for _, leaves in states for path, leaf in leaves.items()}
         refuse_disagreement(every_leaf)
         self._live = {id(leaf.value) for leaf in every_leaf.values() if leaf.is_tensor}
-        self._stock_keys = _StockKeys(self._model, every_leaf.values())
+        self._stock_keys = StockKeys(self._model, every_leaf.values())
         room = parts.header_room([*every_leaf, *self._keys])
         self._main = main = parts.PartWriter(self._directory, self._part_name, self._max_size, room)
         hidden = parts.PartWriter(self._directory, self._hidden_name, self._max_size, room)
@@ -201,54 +200,6 @@ class _RankSaver:
         )
 
 
-def _publish(directory: Path, model: nn.Module, config: Any, entries: list[RankEntry]) -> None:
-    """Rank 0: copy the files beside the weights, then publish the manifest."""
-    model_config = config.model_config
-    try:
-        for origin in {str(model_config.model), str(model_config.tokenizer)}:
-            folder = _local_folder(origin, model_config.revision)
-            if folder is not None:
-                sidefiles.copy(folder, directory)
-        manifest.write(
-            directory,
-            Manifest(
-                written_by=identity.written_by(),
-                binding=identity.binding(config),
-                tied_word_embeddings=_is_tied(model_config, entries),
-                ranks=sorted(entries, key=lambda entry: entry.rank),
-            ),
-        )
-    except OSError as error:
-        raise SaveError(f"{directory} can't be written: {error}") from error
-
-
-def _local_folder(origin: str, revision: str | None) -> Path | None:
-    """The directory of a model or tokenizer: itself, or its snapshot in the hub's cache."""
-    if Path(origin).is_dir():
-        return Path(origin)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(origin, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
-        logger.warning(
-            "%s is not on this machine: its config and tokenizer were not copied", origin
-        )
-        return None
-
-
-def _is_tied(model_config: Any, entries: list[RankEntry]) -> bool:
-    if getattr(model_config.hf_config, "tie_word_embeddings", False):
-        return True
-    for entry in entries:
-        for path, tensor in entry.tensors.items():
-            names = [path, *tensor.aliases]
-            if len(names) > 1 and any(name.endswith("lm_head.weight") for name in names):
-                return True
-    return False
-
-
 def _part_name(pattern: str | None, several: bool) -> Callable[[Any], str]:
     def name(part: Any) -> str:
         return ShardedStateLoader._render_default_pattern(pattern, part=part)
@@ -275,56 +226,5 @@ def _hidden_name(rank: int, part_name: Callable[[Any], str]) -> Callable[[Any], 
     return name
 
 
-class _StockKeys:
-    """The key that stock's loader looks for, where `state_dict()` shows one tensor under several.
-
-    `ShardedStateLoader._filter_subtensors` keeps the first in alphabetical order, so that is where
-    stock stores tied word embeddings (vllm/config/vllm.py says so).
-    """
-
-    def __init__(self, model: nn.Module, leaves: Iterable[Leaf]) -> None:
-        self._names = units.all_names(model)
-        self._shared: dict[str, list[str]] = {}
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        for leaf in leaves:
-            if leaf.in_state_dict and leaf.value.numel():
-                group = groups.setdefault(place(leaf.value), [])
-                group.append(leaf.path)
-                self._shared[leaf.path] = group
-
-    def key(self, path: str) -> str:
-        """The first of all keys for the tensor at `path`."""
-        keys = []
-        for same in self._shared.get(path, [path]):
-            owner, _, name = same.rpartition(".")
-            keys += [join(module, name) for module in self._names.get(owner, [owner])]
-        return min(keys)
-
-
 def _device(config: Any) -> torch.device:
     return torch.device(config.load_config.device or config.device_config.device)
-
-
-def _exchange(entry: RankEntry | None, failure: BaseException | None) -> list[RankEntry]:
-    """Give every rank's entry to all; raise everywhere when one rank failed."""
-    if not dist.is_initialized() or get_world_group().world_size == 1:
-        if failure is not None:
-            raise failure
-        assert entry is not None
-        return [entry]
-    group = get_world_group()
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    results: list[Any] = [None] * group.world_size
-    dist.all_gather_object(results, (entry, told), group=group.cpu_group)
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(results) if text]
-    if failed:
-        raise SaveError(f"Nothing was published, because saving failed on:\n{listed(failed)}")
-    return [result for result, _ in results]
-
-
-def _barrier() -> None:
-    """Return on no rank before the checkpoint is published."""
-    if dist.is_initialized() and get_world_group().world_size > 1:
-        dist.barrier(group=get_world_group().cpu_group)

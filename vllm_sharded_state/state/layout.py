@@ -17,10 +17,10 @@ from vllm_sharded_state.errors import (
     listed,
 )
 
-from . import kernels, placeholders
+from . import kernels
 from .compare import Difference, compare, same_form
-from .process import process
-from .twin import Twin, TwinPool, discard, materialize, source_parameters
+from .rebuild import Fill, Rebuilt, opaque_paths, rebuild, volatile_paths, with_placeholders
+from .twin import TwinPool, source_parameters
 from .units import Unit
 from .walk import Kind, Leaf
 
@@ -95,7 +95,7 @@ class Chooser:
     def _unprocessed(self, unit: Unit, live: dict[str, Leaf]) -> UnitState:
         twin = self._pool.unused(unit.name)
         rebuilt = twin.leaves(twin.units[unit.name])
-        difference = compare(live, rebuilt, _opaque(rebuilt), bytes_matter=False)
+        difference = compare(live, rebuilt, opaque_paths(rebuilt), bytes_matter=False)
         problems = difference.unfit + [f"{p}: owned by native code" for p in difference.captured]
         if problems:
             raise NotRepresentableError(
@@ -113,29 +113,28 @@ class Chooser:
     def _runtime(self, unit: Unit, live: dict[str, Leaf], reasons: list[str]) -> UnitState | None:
         """Rehearse on placeholders, put the live tensors in place, and see whether that is `unit`."""
         try:
-            rehearsed = self._rebuild(unit, live, self._placeholders)
+            rehearsed = self._rebuild(unit, live, with_placeholders)
         except Exception as error:  # noqa: BLE001 - any method may fail on placeholders, in any way
             reasons.append(f"{unit.name}: processing placeholders failed: {_line(error)}")
             return None
         difference = compare(live, rehearsed.leaves, rehearsed.opaque, bytes_matter=False)
         if _has_integers(difference):
-            again = self._rebuild(unit, live, self._placeholders)
-            difference.captured += _volatile(rehearsed.leaves, again.leaves)
-            discard(again.unit)
+            again = self._rebuild(unit, live, with_placeholders)
+            difference.captured += sorted(volatile_paths(rehearsed, again))
+            again.discard()
         reasons += [f"{path}: native code or an address" for path in difference.captured]
         reasons += difference.unfit
         if difference.captured or difference.unfit:
-            discard(rehearsed.unit)
+            rehearsed.discard()
             return None
-        put_back(difference.overlay, rehearsed.leaves)
-        restored = rehearsed.twin.leaves(rehearsed.unit)
-        remaining = compare(live, restored, rehearsed.opaque, bytes_matter=True)
+        rehearsed.put_back(difference.overlay)
+        remaining = compare(live, rehearsed.leaves, rehearsed.opaque, bytes_matter=True)
         if not remaining.is_empty:
             names = [leaf.path for leaf in remaining.overlay] + remaining.unfit
             reasons += [f"{name}: differs after it was put back" for name in names]
         else:
-            reasons += self._kernel_mismatches(unit, rehearsed.unit)
-        discard(rehearsed.unit)
+            reasons += self._kernel_mismatches(unit, rehearsed)
+        rehearsed.discard()
         return None if reasons else UnitState(unit, "runtime", overlay=difference.overlay)
 
     def _from_source(self, unit: Unit, live: dict[str, Leaf], reasons: list[str]) -> UnitState:
@@ -216,11 +215,11 @@ class Chooser:
         difference = compare(live, rebuilt.leaves, rebuilt.opaque, bytes_matter=True)
         if _has_integers(difference):
             again = self._rebuild(unit, live, fill, before)
-            volatile = set(_volatile(rebuilt.leaves, again.leaves))
+            volatile = volatile_paths(rebuilt, again)
             difference.captured += sorted(volatile)
             difference.tensors = [x for x in difference.tensors if x.path not in volatile]
             difference.values = [x for x in difference.values if x.path not in volatile]
-            discard(again.unit)
+            again.discard()
         failures += difference.unfit
         failures += [f"{p}: a load does not create it" for p in _lacking(difference, rebuilt)]
         failures += [
@@ -233,8 +232,9 @@ class Chooser:
                 f"{unit.name}: native code holds its weights, and none can compare them"
             )
         if not failures:
-            failures += self._kernel_mismatches(unit, rebuilt.unit, difference.overlay, rebuilt)
-        discard(rebuilt.unit)
+            rebuilt.put_back(difference.overlay)
+            failures += self._kernel_mismatches(unit, rebuilt)
+        rebuilt.discard()
         if failures:
             return None
         return UnitState(unit, "source", dict(tensors), dict(before), difference.overlay)
@@ -243,73 +243,24 @@ class Chooser:
         self,
         unit: Unit,
         live: dict[str, Leaf],
-        fill: Callable[[str, torch.Tensor], None],
+        fill: Fill,
         before: dict[str, object] | None = None,
-    ) -> "_Rebuilt":
-        """A twin of `unit`, filled by `fill(key, tensor)` and processed."""
-        twin: Twin = self._pool.unused(unit.name)
-        leaves = twin.leaves(twin.units[unit.name])
-        copy = twin.take(unit.name)
+    ) -> Rebuilt:
         constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
-        materialize(copy, leaves, self._device, constants)
-        for key, tensor in source_parameters(copy).items():
-            if isinstance(tensor, torch.nn.Parameter) or fill is not self._placeholders:
-                fill(key, tensor)
-        for path, value in (before or {}).items():
-            assign = leaves[path].assign
-            if assign is not None:
-                assign(value)
-        process(copy, twin.vllm_config, self._device)
-        return _Rebuilt(twin, copy, twin.leaves(copy), _opaque(leaves))
+        return rebuild(self._pool, unit.name, self._device, fill, constants, before)
 
-    @staticmethod
-    def _placeholders(key: str, parameter: torch.Tensor) -> None:
-        placeholders.fill(parameter, key)
-
-    def _kernel_mismatches(
-        self,
-        unit: Unit,
-        other: Unit,
-        overlay: list[Leaf] | None = None,
-        rebuilt: "_Rebuilt | None" = None,
-    ) -> list[str]:
-        if overlay and rebuilt is not None:
-            put_back(overlay, rebuilt.leaves)
+    def _kernel_mismatches(self, unit: Unit, other: Rebuilt) -> list[str]:
         mismatches = []
         for name, module in unit.modules.items():
             if kernels.has_kernel(module):
                 here = kernels.run(module, self._config, self._device)
-                there = kernels.run(other.modules[name], self._config, self._device)
+                there = kernels.run(other.unit.modules[name], self._config, self._device)
                 if not kernels.bit_equal(here, there):
                     mismatches.append(f"{name}: its kernel gives another result")
         return mismatches
 
 
-@dataclass
-class _Rebuilt:
-    twin: Twin
-    unit: Unit
-    leaves: dict[str, Leaf]
-    opaque: frozenset[str]  # leaves that were opaque before processing
-
-
-def put_back(overlay: list[Leaf], places: dict[str, Leaf]) -> None:
-    """Put live leaves where a rebuilt unit has them: tensors are filled in place, values assigned."""
-    for leaf in overlay:
-        place = places.get(leaf.path)
-        if place is None:
-            continue
-        if leaf.is_tensor and place.is_tensor:
-            place.value.data.copy_(leaf.value)
-        elif place.assign is not None:
-            place.assign(leaf.value.detach().clone() if leaf.is_tensor else leaf.value)
-
-
-def _opaque(leaves: dict[str, Leaf]) -> frozenset[str]:
-    return frozenset(path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE)
-
-
-def _lacking(difference: Difference, rebuilt: _Rebuilt) -> list[str]:
+def _lacking(difference: Difference, rebuilt: Rebuilt) -> list[str]:
     return [path for path in difference.captured if path not in rebuilt.leaves]
 
 
@@ -320,12 +271,6 @@ def _has_integers(difference: Difference) -> bool:
         for leaf in difference.tensors
         if leaf.kind is Kind.ATTRIBUTE
     )
-
-
-def _volatile(first: dict[str, Leaf], second: dict[str, Leaf]) -> list[str]:
-    """Leaves that differ between two equal rehearsals: addresses, indices, counters."""
-    difference = compare(first, second, _opaque(first), bytes_matter=True)
-    return [leaf.path for leaf in difference.overlay] + difference.captured
 
 
 def _only_bytes(failures: list[str]) -> bool:

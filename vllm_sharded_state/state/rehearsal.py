@@ -7,10 +7,10 @@ import torch
 from . import placeholders
 from .compare import compare, place
 from .kernels import same_bits
-from .process import process
-from .twin import TwinPool, discard, materialize, source_parameters
+from .rebuild import Rebuilt, rebuild
+from .twin import TwinPool
 from .units import Unit
-from .walk import Kind, Leaf
+from .walk import Leaf
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Rehearsal:
 
 def rehearse(pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
     """Process two twins of `unit`, filled with different placeholders, and compare them."""
-    first, opaque, filled = _processed(pool, unit, device, seed=0)
-    second, _, _ = _processed(pool, unit, device, seed=1)
-    difference = compare(first, second, opaque, bytes_matter=True)
-    shown = {path: leaf.value for path, leaf in first.items() if leaf.in_state_dict}
+    first, filled = _processed(pool, unit, device, seed=0)
+    second, _ = _processed(pool, unit, device, seed=1)
+    difference = compare(first.leaves, second.leaves, first.opaque, bytes_matter=True)
+    shown = {path: leaf.value for path, leaf in first.leaves.items() if leaf.in_state_dict}
     places = {place(tensor) for tensor in shown.values() if tensor.numel()}
 
     def shows(leaf: Leaf) -> bool:
@@ -51,17 +51,12 @@ def rehearse(pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
 
 def _processed(
     pool: TwinPool, unit: Unit, device: torch.device, seed: int
-) -> tuple[dict[str, Leaf], frozenset[str], dict[str, torch.Tensor]]:
-    """The leaves of a processed twin, its leaves that were opaque before, and what it was filled with."""
-    twin = pool.unused(unit.name)
-    leaves = twin.leaves(twin.units[unit.name])
-    opaque = frozenset(path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE)
-    copy = twin.take(unit.name)
-    materialize(copy, leaves, device, {})
-    for key, tensor in source_parameters(copy).items():
-        placeholders.fill(tensor, key, seed)  # buffers too: processing may reset them
-    filled = {key: tensor.detach().clone() for key, tensor in source_parameters(copy).items()}
-    process(copy, twin.vllm_config, device)
-    processed = twin.leaves(copy)
-    discard(copy)
-    return processed, opaque, filled
+) -> tuple[Rebuilt, dict[str, torch.Tensor]]:
+    """A processed twin, and what it was filled with: buffers too, since processing may reset them."""
+    filled: dict[str, torch.Tensor] = {}
+
+    def fill(key: str, tensor: torch.Tensor) -> None:
+        placeholders.fill(tensor, key, seed)
+        filled[key] = tensor.detach().clone()
+
+    return rebuild(pool, unit.name, device, fill, {}), filled

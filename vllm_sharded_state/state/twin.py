@@ -6,7 +6,7 @@ pool builds another twin when a unit is wanted again.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,7 +123,7 @@ class TwinPool:
 
 
 def materialize(
-    unit: Unit, leaves: dict[str, Leaf], device: torch.device, constants: dict[str, torch.Tensor]
+    unit: Unit, leaves: dict[str, Leaf], device: torch.device, constants: Mapping[str, torch.Tensor]
 ) -> None:
     """Give every meta tensor of `unit` memory on `device`.
 

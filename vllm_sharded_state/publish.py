@@ -1,0 +1,93 @@
+"""Publish a checkpoint once every rank has written its own: the files beside it, then the manifest."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+from vllm.distributed import get_world_group
+from vllm.logger import init_logger
+
+from . import identity, sidefiles
+from .checkpoint import manifest
+from .checkpoint.manifest import Manifest, RankEntry
+from .errors import SaveError, listed
+
+logger = init_logger("vllm.sharded_state.publish")
+
+
+def write_manifest(directory: Path, config: Any, entries: list[RankEntry]) -> None:
+    """Rank 0: copy the files beside the weights, then publish the manifest."""
+    model_config = config.model_config
+    try:
+        for origin in {str(model_config.model), str(model_config.tokenizer)}:
+            folder = _local_folder(origin, model_config.revision)
+            if folder is not None:
+                sidefiles.copy(folder, directory)
+        manifest.write(
+            directory,
+            Manifest(
+                written_by=identity.written_by(),
+                binding=identity.binding(config),
+                tied_word_embeddings=_is_tied(model_config, entries),
+                ranks=sorted(entries, key=lambda entry: entry.rank),
+            ),
+        )
+    except OSError as error:
+        raise SaveError(f"{directory} can't be written: {error}") from error
+
+
+def _local_folder(origin: str, revision: str | None) -> Path | None:
+    """The directory of a model or tokenizer: itself, or its snapshot in the hub's cache."""
+    if Path(origin).is_dir():
+        return Path(origin)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(origin, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
+        logger.warning(
+            "%s is not on this machine: its config and tokenizer were not copied", origin
+        )
+        return None
+
+
+def _is_tied(model_config: Any, entries: list[RankEntry]) -> bool:
+    if getattr(model_config.hf_config, "tie_word_embeddings", False):
+        return True
+    for entry in entries:
+        for path, tensor in entry.tensors.items():
+            names = [path, *tensor.aliases]
+            if len(names) > 1 and any(name.endswith("lm_head.weight") for name in names):
+                return True
+    return False
+
+
+def exchange(entry: RankEntry | None, failure: BaseException | None) -> list[RankEntry]:
+    """Give every rank's entry to all; raise everywhere when one rank failed."""
+    if not dist.is_initialized() or get_world_group().world_size == 1:
+        if failure is not None:
+            raise failure
+        assert entry is not None
+        return [entry]
+    group = get_world_group()
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    results: list[Any] = [None] * group.world_size
+    dist.all_gather_object(results, (entry, told), group=group.cpu_group)
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(results) if text]
+    if failed:
+        raise SaveError(f"Nothing was published, because saving failed on:\n{listed(failed)}")
+    return [result for result, _ in results]
+
+
+def is_first() -> bool:
+    """Whether this process writes for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Return on no rank before the checkpoint is published."""
+    if dist.is_initialized() and get_world_group().world_size > 1:
+        dist.barrier(group=get_world_group().cpu_group)
