@@ -1,7 +1,8 @@
 """Change a saved directory from outside: with the safetensors library and json, nothing of ours.
 
 What is relied on: parts are `model-rank-0-part-*.safetensors`, and `sharded_state.json` has under
-`ranks[0]` the sizes of `files` and, by path, `tensors` with `file`, `key`, `shape` and `dtype`.
+`ranks[0]` the sizes of `files` and, by path, `tensors` with `file`, `key`, `shape`, `dtype` and
+`checksum` (BLAKE3, 16 bytes, as the manifest's own `checksum`, of its JSON without white space).
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
 MANIFEST = "sharded_state.json"
@@ -46,9 +48,21 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write it with a checksum that fits: nothing shows that it was edited."""
+    rest = {name: value for name, value in manifest.items() if name != "checksum"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    manifest["checksum"] = _hash(text.encode())
     path = directory / MANIFEST
     path.unlink()
     path.write_text(json.dumps(manifest))
+
+
+def _hash(data: bytes) -> str:
+    return str(blake3(data).hexdigest(length=16))
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    return _hash(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def list_again(directory: Path, path: Path) -> None:
@@ -68,8 +82,11 @@ def list_again(directory: Path, path: Path) -> None:
         if tensor is None:
             del rank["tensors"][name]
         else:
-            entry |= {"shape": list(tensor.shape), "dtype": NAMES[tensor.dtype]}
-            entry.pop("sha256", None)
+            entry |= {
+                "shape": list(tensor.shape),
+                "dtype": NAMES[tensor.dtype],
+                "checksum": _checksum(tensor),
+            }
     for key, tensor in tensors.items():
         rank["tensors"][key] = {
             "file": path.name,
@@ -78,6 +95,7 @@ def list_again(directory: Path, path: Path) -> None:
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "stage": "runtime",
+            "checksum": _checksum(tensor),
             "aliases": [],
             "owner": None,
         }
