@@ -1,0 +1,115 @@
+"""Quantization methods of the tests' own: each comes back exactly, or is refused by name.
+
+`tests.quantization.table` says which of the two. A model that loads with other state than the original
+is a failure whatever the table says.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.quantization.lab import Case, MethodsLab, name
+from tests.quantization.table import (
+    EITHER,
+    LAYOUTS,
+    REFUSE,
+    SEEDS,
+    TABLE,
+    TRIP,
+    VOLATILE,
+)
+from tests.support.lab import Result, explain
+from tests.support.snapshot import differences
+
+pytestmark = pytest.mark.engine
+
+CASES: list[Case] = [(method, 0) for method in TABLE] + [("scattered", seed) for seed in SEEDS]
+NAMES = [name(case) for case in CASES]
+#: The modules that the methods apply to: a refusal has to name one of them.
+LAYERS = tuple(
+    f"model.layers.0.{part}"
+    for part in ("self_attn.qkv_proj", "self_attn.o_proj", "self_attn.attn", "mlp.gate_up_proj")
+)
+REFUSALS = {"NotRepresentableError", "StaleSourceError", "NoSourceError"}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> MethodsLab:
+    return MethodsLab(tmp_path_factory.mktemp("quantization"), CASES)
+
+
+def expected(case: str, layout: str) -> str:
+    method, _, _ = case.rpartition("-")
+    return TABLE[method][LAYOUTS.index(layout)] if method in TABLE else EITHER
+
+
+def wrong(case: str, got: dict[str, Any], want: dict[str, Any]) -> list[str]:
+    """How a loaded model differs from the original."""
+    lines = differences(got, want)
+    if case.rpartition("-")[0] in VOLATILE:
+        lines = [line for line in lines if not line.startswith("numbers: ")]
+    # What use shows is in the reference only after it was used; see `reveal`.
+    return lines
+
+
+def check_refusal(result: Result) -> None:
+    """The save refused, for a cause of its own and by the module's name."""
+    error = result["error"]
+    assert error is not None
+    assert error["stage"] == "save", explain(result)
+    assert error["type"] in REFUSALS, explain(result)
+    assert any(layer in error["message"] for layer in LAYERS), error["message"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", NAMES)
+def test_a_method_comes_back_or_is_refused(lab: MethodsLab, case: str, layout: str) -> None:
+    saving = lab.saves[f"{case}.{layout}"]
+    wanted = expected(case, layout)
+    if saving["error"] is not None:
+        check_refusal(saving)
+        assert not (lab.saved(case, layout) / "sharded_state.json").exists()
+        assert wanted != TRIP, explain(saving)
+        return
+    loading = lab.loads[f"{case}.{layout}"]
+    assert loading["error"] is None, explain(loading)
+    assert wrong(case, loading["snapshot"], lab.truth(case, layout)) == []
+    assert wanted != REFUSE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", NAMES)
+def test_saving_leaves_the_live_model_as_it_was(lab: MethodsLab, case: str, layout: str) -> None:
+    saving = lab.saves[f"{case}.{layout}"]
+    if saving["error"] is not None:
+        check_refusal(saving)
+        return
+    assert differences(saving["snapshot_after"], saving["snapshot"]) == []
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_what_stock_saved_comes_back_or_is_refused(lab: MethodsLab, case: str) -> None:
+    saving = lab.stock_saves[case]
+    if saving["error"] is not None:  # stock can't save strided tensors, for one
+        assert saving["error"]["stage"] == "save", explain(saving)
+        return
+    loading = lab.loads[f"{case}.stock"]
+    if loading["error"] is not None:
+        assert "ShardedStateError" in loading["error"]["bases"], explain(loading)
+        assert any(layer in loading["error"]["message"] for layer in LAYERS), explain(loading)
+        return
+    want = saving["snapshot"] if lab.is_own_reference(case) else lab.truth(case, "source")
+    assert wrong(case, loading["snapshot"], want) == []
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_stock_loads_source_layout_or_refuses(lab: MethodsLab, case: str) -> None:
+    if lab.saves[f"{case}.source"]["error"] is not None:
+        check_refusal(lab.saves[f"{case}.source"])
+        return
+    loading = lab.stock_loads[case]
+    if lab.is_own_reference(case):
+        assert loading["error"] is None, explain(loading)
+        return
+    assert loading["error"] is None, explain(loading)
+    assert wrong(case, loading["snapshot"], lab.truth(case, "source")) == []
