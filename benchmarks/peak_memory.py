@@ -1,0 +1,138 @@
+"""How much anonymous memory a save and a load take beyond the model.
+
+    python benchmarks/peak_memory.py MODEL [--kv-cache-dtype fp8] [--layout auto]
+
+Starts a real engine twice, each time in a process of its own: once from MODEL, to save it, and once
+from what was saved. A thread reads `RssAnon` from `/proc/self/status` every two milliseconds: pages of
+memory-mapped files, which the kernel can drop, do not count. Prints the peaks beside what they may be:
+while saving, the live model plus its two largest modules plus one write buffer; while loading, the
+model plus one read buffer.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+#: `vllm_sharded_state.checkpoint.parts._CHUNK`: bytes brought to the host at a time.
+BUFFER = 64 * MIB
+
+
+def anonymous() -> int:
+    """This process's anonymous resident memory in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("this kernel does not report RssAnon")
+
+
+def peak_during(work: Callable[[], Any]) -> tuple[int, int, int]:
+    """Run `work`; returns anonymous memory before it, the most while it ran, and after it."""
+    before = anonymous()
+    most, done = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        done.set()
+        thread.join()
+    return before, most, anonymous()
+
+
+def module_sizes(model: Any) -> list[int]:
+    """Bytes of source weights of each module, largest first, from the shapes it was built with."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    sizes = []
+    for module in model.modules():
+        parameters, buffers = get_layerwise_info(module).restore_metadata
+        sizes.append(sum(t.numel() * t.element_size() for t in {**parameters, **buffers}.values()))
+    return sorted(sizes, reverse=True)
+
+
+def step(task: dict[str, Any]) -> dict[str, Any]:
+    """One step in this process: load a model, and save it when asked to."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # first the plugin, so that what is measured is the patched loader
+    found: dict[str, Any] = {}
+    engine = {"enforce_eager": True, "max_model_len": 256, "block_size": 32, **task["engine"]}
+    if task["out"] is None:
+        from vllm.model_executor.model_loader import sharded_state_loader
+
+        loader = sharded_state_loader.ShardedStateLoader
+        patched = loader.load_model
+
+        def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+            models: list[Any] = []
+            found["peaks"] = peak_during(lambda: models.append(patched(self, *args, **kwargs)))
+            return models[0]
+
+        loader.load_model = measured  # type: ignore[method-assign]
+    llm = LLM(task["model"], **engine)
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    found["modules"] = module_sizes(model)
+    if task["out"] is not None:
+        save = llm.llm_engine.engine_core.save_sharded_state
+        found["peaks"] = peak_during(lambda: save(path=task["out"], pattern=None, max_size=None))
+    return found
+
+
+def run(task: dict[str, Any]) -> dict[str, Any]:
+    """Run `step` in a new process."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
+        command = [sys.executable, __file__, "--step", json.dumps(task), result.name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return json.load(result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--layout", default="auto")
+    parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.step:
+        task, result = arguments.step
+        Path(result).write_text(json.dumps(step(json.loads(task))))
+        return
+    os.environ["VSS_LAYOUT"] = arguments.layout
+    engine = {"kv_cache_dtype": arguments.kv_cache_dtype}
+    with tempfile.TemporaryDirectory() as out:
+        saved = run({"model": arguments.model, "out": out, "engine": engine})
+        loaded = run(
+            {"model": out, "out": None, "engine": {**engine, "load_format": "sharded_state"}}
+        )
+    before, most, _ = saved["peaks"]
+    report("save", most - before, sum(saved["modules"][:2]), "two largest modules")
+    before, most, after = loaded["peaks"]
+    report("load", most - before, after - before, "the model as it stays in memory")
+
+
+def report(name: str, peak: int, base: int, what: str) -> None:
+    bound = base + BUFFER
+    print(
+        f"{name}: peak {peak / MIB:.0f} MiB over the start; bound {bound / MIB:.0f} MiB ({what}, "
+        f"{base / MIB:.0f} MiB, and one buffer); ratio {peak / bound:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
