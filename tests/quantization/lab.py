@@ -71,7 +71,7 @@ class MethodsLab:
     def loads(self) -> dict[str, Result]:
         """By "case.layout", and "case.stock" for what stock saved: loaded by our plugin."""
         jobs = [
-            self.sharded(self.saved(case, layout), id=f"{case}.{layout}")
+            self.sharded(self.saved(case, layout), id=f"{case}.{layout}", poison=True)
             for case in self.models
             for layout in LAYOUTS
             if self.saves[f"{case}.{layout}"]["error"] is None

@@ -107,7 +107,7 @@ TABLE: dict[str, Expected] = {
     "others_weight": ANY,  # a rehearsal of one layer has no weights of another
     "reads_other": ANY,
     "scales_other": ANY,
-    "module_of_other": ANY,
+    "attribute_of_other": ANY,
     # loaders
     "random": RUNTIME_FIRST,
     "hash_of_name": RUNTIME_FIRST,
@@ -151,3 +151,18 @@ LATE = frozenset({"lazy"})
 VOLATILE = (".handle", ".pointer")
 #: Seeds of the methods drawn at random.
 SEEDS = range(24)
+#: Methods and layouts for what takes a directory each.
+DEEPER = (("attribute", "runtime"), ("frozen_dataclass", "auto"), ("transpose_in_place", "source"))
+#: Methods that are loaded, saved from there, and loaded again.
+AGAIN = (
+    "transpose_in_place",
+    "attribute",
+    "alias",
+    "closure",
+    "frozen_dataclass",
+    "number_in_tuple",
+    "handle",
+    "loader_is_partial",
+    "strided",
+    "normalized",
+)
