@@ -20,17 +20,21 @@ def lab(
     """The lab of a way, for every (kind, way, layout) that some collected test has as parameters."""
     root = tmp_path_factory.mktemp("lab")
     cases: dict[str, list[tuple[str, str]]] = {}
+    again: dict[str, list[tuple[str, str]]] = {}
     for item in request.session.items:
         if "lab" not in getattr(item, "fixturenames", ()) or not hasattr(item, "callspec"):
             continue
         given = item.callspec.params
         if {"kind", "way", "layout"} <= given.keys():
-            cases.setdefault(given["way"], []).append((given["kind"], given["layout"]))
+            case = (given["kind"], given["layout"])
+            cases.setdefault(given["way"], []).append(case)
+            if item.get_closest_marker("saves_again"):
+                again.setdefault(given["way"], []).append(case)
     labs: dict[str, Lab] = {}
 
     def of(way: str) -> Lab:
         if way not in labs:
-            labs[way] = Lab(way, zoo, root, cases.get(way, ()))
+            labs[way] = Lab(way, zoo, root, cases.get(way, ()), again.get(way, ()))
         return labs[way]
 
     return of
@@ -39,3 +43,7 @@ def lab(
 @pytest.fixture(scope="session")
 def engines(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> EngineLab:
     return EngineLab(zoo, tmp_path_factory.mktemp("engines"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "saves_again: needs what a second generation saved")

@@ -104,7 +104,9 @@ def test_two_processes_agree(zoo: Zoo, way: str) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", ["llama-kv-head", "llama-w8a8-kv"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("llama-kv-head", marks=pytest.mark.full), "llama-w8a8-kv"]
+)
 def test_changing_any_one_tensor_of_a_checkpoint_shows(zoo: Zoo, kind: str, tmp_path: Any) -> None:
     """Packed: most weights can only be seen through their kernels."""
     jobs = [zoo.job(kind)]

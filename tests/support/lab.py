@@ -60,11 +60,14 @@ def sharded(kind: str, directory: Path, **more: Any) -> Job:
 class Lab:
     """All batches of one way. Each property is a process, run once."""
 
-    def __init__(self, way: str, zoo: Zoo, root: Path, cases: Iterable[Case]) -> None:
+    def __init__(
+        self, way: str, zoo: Zoo, root: Path, cases: Iterable[Case], again: Iterable[Case]
+    ) -> None:
         self.way = way
         self.zoo = zoo
         self.root = root / way
         self.cases = sorted(set(cases))
+        self.again = sorted(set(again))
 
     def saved(self, kind: str, layout: str, generation: int = 1) -> Path:
         return self.root / f"{kind}.{layout}.{generation}"
@@ -92,25 +95,30 @@ class Lab:
 
     @cached_property
     def loads(self) -> dict[str, Result]:
-        """By "kind.layout": what was saved, loaded in another process, and saved once more."""
-        return self._load(1, save_again=True)
+        """By "kind.layout": what was saved, loaded in another process; those of `again` saved anew."""
+        return self._load(1, self.cases, self.saves)
 
     @cached_property
     def loads_again(self) -> dict[str, Result]:
         """By "kind.layout": what the process that had loaded sharded state saved."""
-        return self._load(2, save_again=False)
+        return self._load(2, self.again, self.loads)
 
-    def _load(self, generation: int, save_again: bool) -> dict[str, Result]:
-        before = self.saves if generation == 1 else self.loads
+    def _load(
+        self, generation: int, cases: list[Case], before: dict[str, Result]
+    ) -> dict[str, Result]:
+        def next_save(case: Case) -> str | None:
+            wanted = generation == 1 and case in self.again
+            return str(self.saved(*case, generation + 1)) if wanted else None
+
         jobs = [
             sharded(
                 kind,
                 self.saved(kind, layout, generation),
                 id=f"{kind}.{layout}",
-                save=str(self.saved(kind, layout, generation + 1)) if save_again else None,
+                save=next_save((kind, layout)),
                 layout=layout,
             )
-            for kind, layout in self.cases
+            for kind, layout in cases
             # What could not be saved fails as a save; loading its remains says nothing more.
             if (done := before.get(f"{kind}.{layout}")) is not None and done["error"] is None
         ]
