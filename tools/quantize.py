@@ -81,6 +81,8 @@ def main() -> None:
         dataset=calibration(args.source),
         recipe=[QuantizationModifier(**SCHEMES[args.scheme])],
         num_calibration_samples=len(SENTENCES),
+        # The observers keep a moving average, so another order gives other scales.
+        shuffle_calibration_samples=False,
         max_seq_length=128,
     )
     model.save_pretrained(args.out, save_compressed=True)
