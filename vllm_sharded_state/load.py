@@ -59,7 +59,7 @@ def load_model(
     loader.vss_restorer = restorer
     try:
         model = upstream(vllm_config, model_config, prefix)
-        restorer.after_processing(model)
+        restorer.after_processing(model, vllm_config)
     finally:
         del loader.vss_restorer
     return model

@@ -1,5 +1,6 @@
 """Publish a checkpoint once every rank has written its own: the files beside it, then the manifest."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,12 @@ from .errors import SaveError, listed
 logger = init_logger("vllm.sharded_state.publish")
 
 
-def write_manifest(directory: Path, config: Any, entries: list[RankEntry]) -> None:
-    """Rank 0: copy the files beside the weights, then publish the manifest."""
+def _copy_side_files(directory: Path, config: Any) -> None:
     model_config = config.model_config
-    try:
-        for origin in {str(model_config.model), str(model_config.tokenizer)}:
-            folder = _local_folder(origin, model_config.revision)
-            if folder is not None:
-                sidefiles.copy(folder, directory)
-        manifest.write(
-            directory,
-            Manifest(
-                written_by=identity.written_by(),
-                binding=identity.binding(config),
-                tied_word_embeddings=_is_tied(model_config, entries),
-                ranks=sorted(entries, key=lambda entry: entry.rank),
-            ),
-        )
-    except OSError as error:
-        raise SaveError(f"{directory} can't be written: {error}") from error
+    for origin in {str(model_config.model), str(model_config.tokenizer)}:
+        folder = _local_folder(origin, model_config.revision)
+        if folder is not None:
+            sidefiles.copy(folder, directory)
 
 
 def _local_folder(origin: str, revision: str | None) -> Path | None:
@@ -82,12 +70,38 @@ def exchange(entry: RankEntry | None, failure: BaseException | None) -> list[Ran
     return [result for result, _ in results]
 
 
-def is_first() -> bool:
-    """Whether this process writes for all."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def barrier() -> None:
-    """Return on no rank before the checkpoint is published."""
+    """Wait for every rank."""
     if dist.is_initialized() and get_world_group().world_size > 1:
         dist.barrier(group=get_world_group().cpu_group)
+
+
+def replace(
+    directory: Path, config: Any, entries: list[RankEntry], commit: Callable[[], None]
+) -> None:
+    """Put the new parts of all ranks in the place of whatever `directory` held, then the manifest.
+
+    `commit` gives this rank's parts their names. In between the directory says that it is unfinished.
+    Raises `SaveError`.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        if first:
+            manifest.mark_unfinished(directory)
+        barrier()
+        commit()
+        barrier()
+        if first:
+            _copy_side_files(directory, config)
+            manifest.write(
+                directory,
+                Manifest(
+                    written_by=identity.written_by(),
+                    binding=identity.binding(config),
+                    tied_word_embeddings=_is_tied(config.model_config, entries),
+                    ranks=sorted(entries, key=lambda entry: entry.rank),
+                ),
+            )
+        barrier()
+    except OSError as error:
+        raise SaveError(f"{directory} can't be written: {error}") from error

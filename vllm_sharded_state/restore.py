@@ -13,13 +13,14 @@ from torch import nn
 from vllm.logger import init_logger
 
 from .adopt import adopt, can_adopt
-from .checkpoint.manifest import AGAIN, RankEntry, TensorEntry
+from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
 from .checkpoint.parts import PartReader, dtype_name, holds
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .options import Options
-from .state import placeholders, plain, units
+from .state import kernels, placeholders, plain, units
 from .state.kernels import same_bits
+from .state.layout import method_name
 from .state.twin import source_parameters
 from .state.units import Unit
 from .state.walk import Kind, Leaf, join
@@ -75,7 +76,7 @@ class Restorer:
                 if can_adopt(unit):
                     adopt(unit, {p: self._read(p, self._late) for p in self._of(unit, self._late)})
 
-    def after_processing(self, model: nn.Module) -> None:
+    def after_processing(self, model: nn.Module, vllm_config: Any) -> None:
         """Put every remaining tensor and value in place, and account for all that the model reads."""
         faults = Faults()
         placed: set[str] = set()
@@ -90,7 +91,7 @@ class Restorer:
                     placed.add(path)
                     fills.append((path, leaf.value))
                     self._match(path, leaf.value, self._late, faults)
-                elif runtime:
+                elif runtime and path not in self._entry.values:  # else it was None when saved
                     faults.missing.append(path)
             if runtime and unit.processed:
                 self._refuse_native(unit, leaves)
@@ -111,6 +112,7 @@ class Restorer:
         for _, leaves in leaves_by_unit:
             self._set_values(leaves, "runtime")
         self._add_values(modules, {path for _, leaves in leaves_by_unit for path in leaves})
+        self._check_kernels(modules, vllm_config)
         self._warn_defaults()
 
     def _by_path(self, stage: str) -> dict[str, TensorEntry]:
@@ -128,7 +130,7 @@ class Restorer:
             listed_keys[entry.file].add(entry.key)
         faults = Faults()
         for file, keys in listed_keys.items():
-            found = set(self._reader.keys(file))
+            found = set(self._reader.keys(file)) - {STOCK_STOP}
             faults.missing += [f"{key} (in {file})" for key in keys - found]
             faults.unexpected += [f"{key} (in {file})" for key in found - keys]
         present = {
@@ -148,7 +150,7 @@ class Restorer:
 
     def _check_units(self, split: Iterable[Unit]) -> None:
         """Layouts were recorded for exactly the modules that this model has, by the same methods."""
-        here = {unit.name: _method_name(unit) for unit in split}
+        here = {unit.name: method_name(unit.root) if unit.processed else None for unit in split}
         saved = {name: unit.method for name, unit in self._entry.units.items()}
         different = [
             f"{name or '<model>'}: saved with {saved.get(name, 'nothing')}, here "
@@ -265,6 +267,26 @@ class Restorer:
                 "Save the model again on this machine, or in source layout."
             )
 
+    def _check_kernels(self, modules: dict[str, nn.Module], vllm_config: Any) -> None:
+        """What modules compute now is what they computed when they were saved, bit for bit."""
+        device = torch.device(vllm_config.device_config.device)
+        if self._defaulted or kernels.environment(device) != self._entry.kernel_environment:
+            logger.debug(
+                "kernels are not compared: tensors were missing, or the machine is another"
+            )
+            return
+        wrong = [
+            name
+            for name, checksum in self._entry.kernels.items()
+            if kernels.digest(modules[name], vllm_config, device) != checksum
+        ]
+        if wrong:
+            raise RestoreError(
+                f"Modules compute something else than when {self._directory} was saved, though all that "
+                f"was saved of them is in place:\n{listed(wrong)}\n"
+                "Some of their state lies where it can't be seen. Load the model's own checkpoint."
+            )
+
     def _warn_defaults(self) -> None:
         if self._defaulted:
             logger.warning(
@@ -273,8 +295,3 @@ class Restorer:
                 self._directory,
                 "\n".join(f"  {text}" for text in sorted(self._defaulted)),
             )
-
-
-def _method_name(unit: Unit) -> str | None:
-    method: Any = getattr(unit.root, "quant_method", None) if unit.processed else None
-    return None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"

@@ -16,7 +16,7 @@ from .checkpoint.manifest import RankEntry, TensorEntry, UnitEntry, ValueEntry
 from .errors import OptionError, SaveError, ShardedStateError
 from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
-from .state import construction, plain, units
+from .state import construction, kernels, plain, units
 from .state.compare import place
 from .state.layout import Chooser, Source, UnitState
 from .state.source import SourceReader
@@ -47,20 +47,25 @@ def save_model(
         )
     directory = Path(path)
     entry: RankEntry | None = None
+    saver: _RankSaver | None = None
     failure: BaseException | None = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        manifest.remove(directory)
-        entry = _RankSaver(model, built, directory, pattern, max_size).save()
+        saver = _RankSaver(model, built, directory, pattern, max_size)
+        entry = saver.save()
     except ShardedStateError as error:
         failure = error
     except OSError as error:
         failure = SaveError(f"{directory} can't be written: {error}")
         failure.__cause__ = error
-    entries = publish.exchange(entry, failure)
-    if publish.is_first():
-        publish.write_manifest(directory, built.vllm_config, entries)
-    publish.barrier()
+    try:
+        entries = publish.exchange(entry, failure)
+    except BaseException:
+        if saver is not None:
+            saver.abandon()
+        raise
+    assert saver is not None
+    publish.replace(directory, built.vllm_config, entries, saver.commit)
 
 
 class _RankSaver:
@@ -86,6 +91,8 @@ class _RankSaver:
         self._wanted = options.layout_to_save(self._config.load_config)
         self._max_size = max_size
         self._paths: dict[tuple[Any, ...], str] = {}
+        self._beyond_source = False
+        self._writers: list[parts.PartWriter] = []
 
     def save(self) -> RankEntry:
         """Write every unit; returns the rank's entry of the manifest."""
@@ -95,25 +102,39 @@ class _RankSaver:
         refuse_disagreement(every_leaf)
         self._live = {id(leaf.value) for leaf in every_leaf.values() if leaf.is_tensor}
         self._stock_keys = StockKeys(self._model, every_leaf.values())
-        room = parts.header_room([*every_leaf, *self._keys])
-        self._main = main = parts.PartWriter(self._directory, self._part_name, self._max_size, room)
-        hidden = parts.PartWriter(self._directory, self._hidden_name, self._max_size, room)
-        chooser = Chooser(
-            self._config, _device(self._config), self._initial, self._wanted, self._source
-        )
+        tensors = [path for path, leaf in every_leaf.items() if leaf.is_tensor]
+        room = parts.header_room([*tensors, *self._keys, manifest.STOCK_STOP])
+        self._main = parts.PartWriter(self._directory, self._part_name, self._max_size, room)
+        self._hidden = parts.PartWriter(self._directory, self._hidden_name, self._max_size, room)
+        self._writers = [self._main, self._hidden]
+        device = _device(self._config)
+        self._entry.kernel_environment = kernels.environment(device)
+        chooser = Chooser(self._config, device, self._initial, self._wanted, self._source)
         try:
             for unit, leaves in states:
-                self._write(chooser.choose(unit, leaves), main, hidden)
-            main.close()
-            hidden.close()
+                self._write(chooser.choose(unit, leaves))
+            self._stop_stock()
+            for writer in self._writers:
+                writer.close()
         except BaseException:
-            main.abandon()
-            hidden.abandon()
+            self.abandon()
             raise
-        self._entry.files = main.files | hidden.files
-        self._remove_stale_parts()
+        self._entry.files = self._main.files | self._hidden.files
         self._log()
         return self._entry
+
+    def abandon(self) -> None:
+        """Remove what was written; an earlier checkpoint in the directory stays as it is."""
+        for writer in self._writers:
+            writer.abandon()
+
+    def commit(self) -> None:
+        """Give the parts their names, and remove those that an earlier save left under such names."""
+        for writer in self._writers:
+            writer.commit()
+        for name in (self._part_name, self._hidden_name):
+            for path in parts.stale_parts(self._directory, name, set(self._entry.files)):
+                path.unlink()
 
     def _source(self) -> Source:
         twin = Twin(self._config, _device(self._config))
@@ -121,18 +142,19 @@ class _RankSaver:
             return SavedSource(twin)
         return SourceReader(twin, self._initial)
 
-    def _write(self, state: UnitState, main: parts.PartWriter, hidden: parts.PartWriter) -> None:
-        method = getattr(state.unit.root, "quant_method", None) if state.unit.processed else None
-        name = None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"
-        self._entry.units[state.unit.name] = UnitEntry(state.layout, name)
+    def _write(self, state: UnitState) -> None:
+        self._entry.units[state.unit.name] = UnitEntry(state.layout, state.method)
+        self._entry.kernels |= state.kernels
+        if state.unit.processed and not state.is_whole_in_source:
+            self._beyond_source = True
         for key, tensor in state.source.items():
-            self._tensor(key, tensor, "source", Kind.PARAMETER, main)
+            self._tensor(key, tensor, "source", Kind.PARAMETER, self._main)
         for leaf in state.overlay:
             if leaf.is_tensor:
                 # In a source unit, a part may only hold what stock puts in place before processing.
                 own = leaf.in_state_dict and state.layout == "runtime"
                 owner = leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
-                writer = main if own else hidden
+                writer = self._main if own else self._hidden
                 self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, owner)
             else:
                 owner = leaf.owner if leaf.attribute else None
@@ -179,11 +201,14 @@ class _RankSaver:
             owner=owner,
         )
 
-    def _remove_stale_parts(self) -> None:
-        """Remove parts that an earlier save left under this rank's names."""
-        for name in (self._part_name, self._hidden_name):
-            for path in parts.stale_parts(self._directory, name, set(self._entry.files)):
-                path.unlink()
+    def _stop_stock(self) -> None:
+        """Keep stock vLLM from loading a checkpoint whose parts look whole to it and are not.
+
+        Its loader raises `KeyError` with the name of a key that has no place.
+        """
+        layouts = {unit.layout for unit in self._entry.units.values()}
+        if layouts == {"source"} and self._beyond_source:
+            self._main.add(manifest.STOCK_STOP, torch.empty(0, dtype=torch.uint8))
 
     def _log(self) -> None:
         size = sum(self._entry.files.values())

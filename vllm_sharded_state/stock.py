@@ -26,6 +26,7 @@ from .errors import (
 )
 from .options import Options
 from .state import placeholders, units
+from .state.kernels import same_bits
 from .state.kv_scales import adopt_loaded_scales
 from .state.rehearsal import Rehearsal, rehearse
 from .state.twin import TwinPool, source_parameters
@@ -60,6 +61,7 @@ class StockRestorer:
             )
         self._files = dict(places)
         self._late: dict[str, set[str]] = {}
+        self._early: dict[str, list[str]] = {}
 
     def before_processing(self, model: nn.Module) -> None:
         """Decide for each unit whether its tensors go in before or after processing; fill the former."""
@@ -84,10 +86,11 @@ class StockRestorer:
                 adopted.append(unit)
                 self._late[unit.name] = own
             else:
-                rehearsal = rehearse(pool, unit, device)
+                rehearsal = self._rehearse(pool, unit, device)
                 if rehearsal.is_identity:
                     found = self._match(before, own, shared, problems)
                     early += [(key, before[key]) for key in found]
+                    self._early[unit.name] = found
                 else:
                     self._check_runtime(unit, rehearsal, own, shared, problems)
                     self._late[unit.name] = own
@@ -104,9 +107,19 @@ class StockRestorer:
         for unit in adopted:
             adopt(unit, {key: self._read(key) for key in self._late[unit.name]})
 
-    def after_processing(self, model: nn.Module) -> None:
+    def after_processing(self, model: nn.Module, vllm_config: Any) -> None:
         """Fill the tensors that processing has created, in place."""
         for unit, leaves in units.all_leaves(model):
+            changed = [
+                key
+                for key in self._early.get(unit.name, ())
+                if key not in leaves or not same_bits(leaves[key].value, self._read(key))
+            ]
+            if changed:
+                raise NotRepresentableError(
+                    f"{self._directory} was saved by stock vLLM after processing, and processing these "
+                    f"tensors again changes them:\n{listed(changed)}\n{_AGAIN}"
+                )
             wrong = []
             for key in self._late.get(unit.name, ()):
                 leaf = leaves.get(key)
@@ -123,6 +136,15 @@ class StockRestorer:
                 )
             if any(_is_scale(key) for key in self._late.get(unit.name, ())):
                 adopt_loaded_scales(unit.root)  # stock saves the buffers without their host mirrors
+
+    def _rehearse(self, pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
+        try:
+            return rehearse(pool, unit, self._config, device)
+        except Exception as error:
+            raise NotRepresentableError(
+                f"{unit.name}: processing placeholders failed ({type(error).__name__}: {error}),\n"
+                f"so it can't be told whether {self._directory}, saved by stock, holds enough.\n{_AGAIN}"
+            ) from error
 
     def _read(self, key: str) -> torch.Tensor:
         return self._reader.get(self._files[key], key)

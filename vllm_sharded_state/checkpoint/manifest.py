@@ -25,6 +25,9 @@ FILE_NAME = "sharded_state.json"
 FORMAT = "vllm-sharded-state"
 VERSION = 1
 
+#: A key in a part of a checkpoint that stock vLLM would load but not wholly: it names what is needed.
+STOCK_STOP = "needs the package vllm-sharded-state"
+
 #: Ends the name of an entry when its path is taken: a buffer of a source unit that is put back after
 #: processing too, or a value that is set before processing as well.
 AGAIN = "@again"
@@ -69,11 +72,17 @@ class UnitEntry:
 
 @dataclass
 class RankEntry:
-    """What one rank wrote: files with sizes in bytes, units, tensors by path, values by path."""
+    """What one rank wrote: files with sizes in bytes, units, tensors by path, values by path.
+
+    `kernels` holds checksums of what modules compute for fixed inputs, by module name, for processes
+    whose `kernel_environment` is the same.
+    """
 
     rank: int
     files: dict[str, int] = field(default_factory=dict)
     units: dict[str, UnitEntry] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
+    kernel_environment: str = ""
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[str, ValueEntry] = field(default_factory=dict)
 
@@ -99,7 +108,11 @@ def write(directory: Path, manifest: Manifest) -> None:
     """Publish `manifest` in `directory`, atomically."""
     data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     data["checksum"] = checksum(data)
-    temporary = directory / f".{FILE_NAME}.{os.getpid()}"
+    _replace(directory, data)
+
+
+def _replace(directory: Path, data: dict[str, Any]) -> None:
+    temporary = directory / f".{FILE_NAME}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.flush()
@@ -114,9 +127,9 @@ def checksum(data: dict[str, Any]) -> str:
     return str(blake3(text.encode()).hexdigest(length=16))
 
 
-def remove(directory: Path) -> None:
-    """Withdraw a manifest before files it speaks of are overwritten."""
-    (directory / FILE_NAME).unlink(missing_ok=True)
+def mark_unfinished(directory: Path) -> None:
+    """Replace a manifest before files that it speaks of are, so that a mixture is not taken for whole."""
+    _replace(directory, {"format": FORMAT, "version": VERSION, "unfinished": True})
 
 
 def read(directory: Path) -> Manifest | None:
@@ -144,6 +157,8 @@ def _parse(data: dict[str, Any]) -> Manifest:
         raise ValueError(f"format is {data.get('format')!r}, not {FORMAT!r}")
     if data["version"] != VERSION:
         raise ValueError(f"version {data['version']} is not the version {VERSION} known here")
+    if data.get("unfinished"):
+        raise ValueError("a save into this directory did not finish")
     if data["checksum"] != checksum(data):
         raise ValueError("its checksum does not fit: the file was changed")
     return Manifest(
@@ -159,6 +174,8 @@ def _parse_rank(data: dict[str, Any]) -> RankEntry:
         rank=int(data["rank"]),
         files={_plain_name(name): int(size) for name, size in data["files"].items()},
         units={name: UnitEntry(**unit) for name, unit in data["units"].items()},
+        kernels={str(name): str(checksum) for name, checksum in data["kernels"].items()},
+        kernel_environment=str(data["kernel_environment"]),
         tensors={path: TensorEntry(**tensor) for path, tensor in data["tensors"].items()},
         values={path: ValueEntry(**value) for path, value in data["values"].items()},
     )

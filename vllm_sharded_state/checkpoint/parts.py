@@ -86,23 +86,29 @@ class PartWriter:
         return self._name(self._part), digest.hexdigest(length=CHECKSUM_BYTES)
 
     def close(self) -> None:
-        """Complete the last part."""
+        """Complete the last part. Until `commit` the parts lie under temporary names."""
         self._finish()
 
+    def commit(self) -> None:
+        """Give the parts their names."""
+        for name in self.files:
+            os.replace(self._temporary(name), self._directory / name)
+
     def abandon(self) -> None:
-        """Close without completing: what was begun is no valid safetensors file, and is removed."""
+        """Remove all that was written."""
         if self._file is not None:
             self._file.close()
             self._file = None
-            os.unlink(self._temporary())
+        for part in range(self._part + 1):
+            self._temporary(self._name(part)).unlink(missing_ok=True)
 
-    def _temporary(self) -> Path:
-        return self._directory / f".{self._name(self._part)}.tmp"
+    def _temporary(self, name: str) -> Path:
+        return self._directory / f".{name}.tmp"
 
     def _begin(self) -> None:
         self._part += 1
         self._header, self._offset = {}, 0
-        self._file = open(self._temporary(), "wb")  # noqa: SIM115 - closed in _finish
+        self._file = open(self._temporary(self._name(self._part)), "wb")  # noqa: SIM115 - closed in _finish
         self._file.seek(8 + self._room)
 
     def _finish(self) -> None:
@@ -120,8 +126,7 @@ class PartWriter:
         self._file.close()
         self._file = None
         name = self._name(self._part)
-        os.replace(self._temporary(), self._directory / name)
-        self.files[name] = (self._directory / name).stat().st_size
+        self.files[name] = self._temporary(name).stat().st_size
 
 
 def header_room(keys: Any) -> int:

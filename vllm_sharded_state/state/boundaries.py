@@ -4,11 +4,13 @@ A model reaches its configuration, its process groups and the compiler's caches;
 weights. It also holds state of the *engine*, such as the KV cache, which belongs to no checkpoint.
 """
 
+import functools
 import logging
 import re
 import threading
 import types
 import weakref
+from collections import OrderedDict, defaultdict, deque
 
 import torch
 from torch import nn
@@ -66,13 +68,19 @@ FOREIGN_PACKAGES = (
     "vllm.transformers_utils.",
 )
 
-#: Instances of these types hold no weights.
-INERT_TYPES = (
+#: Classes and functions without state: which one it is can follow from weights.
+CHOICES = (
     type,
-    types.ModuleType,
     types.BuiltinFunctionType,
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+)
+
+#: Instances of these types hold no weights.
+INERT_TYPES = (
+    types.ModuleType,
     types.GenericAlias,
     re.Pattern,
     range,
@@ -88,8 +96,6 @@ INERT_TYPES = (
     torch.Generator,
     torch.finfo,
     torch.iinfo,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
 )
 
 #: Classes whose instances own memory that only native code can read (vllm/_custom_ops.py).
@@ -110,6 +116,8 @@ def leads_outside(value: object) -> bool:
     """Whether `value` belongs to configuration, communication or compilation, not to weights."""
     if isinstance(value, INERT_TYPES):
         return True
+    if isinstance(value, nn.Module):
+        return False
     cls = type(value)
     return f"{cls.__module__}.".startswith(FOREIGN_PACKAGES)
 
@@ -117,13 +125,55 @@ def leads_outside(value: object) -> bool:
 def is_native_handle(value: object) -> bool:
     """Whether `value` owns memory that Python cannot see into.
 
-    True for the known handle classes, and for instances of any class that was not written in Python:
-    capsules, TorchScript objects, `ctypes` and pybind11 objects.
+    True for the known handle classes, and for instances of any class that holds more than what Python
+    put there: capsules, TorchScript objects, `ctypes`, `array` and pybind11 objects.
     """
     cls = type(value)
-    if cls.__name__ in NATIVE_HANDLES:
+    if cls.__name__ in NATIVE_HANDLES or isinstance(value, torch.ScriptObject):
         return True
-    if isinstance(value, torch.ScriptObject):
+    if cls is object:
+        return False
+    foreign = [c for c in cls.__mro__ if not is_own(c)]
+    if not set(foreign) <= _TRANSPARENT:
         return True
-    is_heap_type = bool(cls.__flags__ & (1 << 9))
-    return not is_heap_type or type(cls).__name__ == "pybind11_type"
+    slots = sum(
+        isinstance(member, types.MemberDescriptorType)
+        for c in cls.__mro__
+        if is_own(c)
+        for member in vars(c).values()
+    )
+    # A class that C code made has room beyond its base, its slots, `__dict__` and `__weakref__`.
+    room = max(c.__basicsize__ for c in foreign) + 8 * (slots + 2)
+    return cls.__basicsize__ > room
+
+
+#: Classes of the interpreter whose content the walk reads.
+_TRANSPARENT = {object, dict, list, tuple, set, frozenset, deque, functools.partial} | {
+    OrderedDict,
+    defaultdict,
+    BaseException,
+    Exception,
+    types.SimpleNamespace,
+    types.FunctionType,
+    types.MethodType,
+    types.MappingProxyType,
+}
+
+
+def is_own(cls: type) -> bool:
+    """Whether `cls` was made by a class statement: such classes can be changed, the interpreter's not."""
+    is_heap_type, is_immutable = bool(cls.__flags__ & (1 << 9)), bool(cls.__flags__ & (1 << 8))
+    return is_heap_type and not is_immutable and type(cls).__module__ not in ("_ctypes",)
+
+
+def may_hold_weights(value: object) -> bool:
+    """Whether an opaque object that a constructor made could still be filled with weights later.
+
+    Locks, streams, events and the handles of libraries that vLLM builds on hold none.
+    """
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = frozenset(
+    {"_thread", "threading", "torch", "vllm", "cuda", "flashinfer", "pybind11_builtins", "nanobind"}
+)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import plain
+from . import boundaries, plain
 from .kernels import same_bits
 from .walk import Kind, Leaf
 
@@ -53,7 +53,7 @@ def compare(
     for path, leaf in live.items():
         other = rebuilt.get(path)
         if leaf.kind is Kind.OPAQUE:
-            if path not in constructed:
+            if path not in constructed or boundaries.may_hold_weights(leaf.value):
                 result.captured.append(path)
         elif other is None:
             _unmatched(leaf, result)
@@ -92,7 +92,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 def _tensor(leaf: Leaf, other: Leaf, bytes_matter: bool, result: Difference) -> None:
     if not other.is_tensor:
-        if leaf.kind is Kind.ATTRIBUTE and other.assign is not None:
+        if leaf.attribute and leaf.kind is Kind.ATTRIBUTE and other.assign is not None:
             result.added.append(leaf)
         else:
             result.unfit.append(f"{leaf.path}: a tensor here, not after a load")
@@ -104,6 +104,8 @@ def _tensor(leaf: Leaf, other: Leaf, bytes_matter: bool, result: Difference) -> 
     elif other.value.is_meta or not bytes_matter or not same_bits(leaf.value, other.value):
         if _is_address_tensor(leaf.value):
             result.captured.append(leaf.path)
+        elif _repeats_elements(other.value):
+            result.unfit.append(f"{leaf.path}: an expanded tensor, which can't be filled in place")
         else:
             result.tensors.append(leaf)
 
@@ -125,6 +127,11 @@ def _value(leaf: Leaf, other: Leaf, result: Difference) -> None:
         result.values.append(leaf)
 
 
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    """Whether several elements lie at one place in memory."""
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _is_address_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds nothing but numbers that could be addresses."""
     if tensor.dtype not in (torch.int64, torch.uint64) or not 0 < tensor.numel() <= 8:
@@ -132,10 +139,13 @@ def _is_address_tensor(tensor: torch.Tensor) -> bool:
     return all(plain.is_address_like(item) for item in tensor.detach().view(-1).tolist())
 
 
+_CONTAINERS = tuple(f"builtins.{name}" for name in ("dict", "list", "set", "tuple"))
+
+
 def _unmatched(leaf: Leaf, result: Difference) -> None:
     """A live leaf that a load does not create; a plain attribute of the module can be added."""
-    if leaf.kind is Kind.VALUE and leaf.value is None:
-        return
+    if leaf.kind is Kind.VALUE and (leaf.value is None or leaf.value in _CONTAINERS):
+        return  # nothing, or a container whose content is judged leaf by leaf
     if leaf.kind in (Kind.ATTRIBUTE, Kind.VALUE) and leaf.attribute is not None:
         if leaf.kind is Kind.ATTRIBUTE:
             result.added.append(leaf)

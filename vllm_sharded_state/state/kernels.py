@@ -1,55 +1,73 @@
 """Run a module's own kernel on a fixed input: the only way to compare what native code has packed.
 
-Two modules that give bit-equal results on a dense random input hold the same weights, wherever they
-hold them. Mixtures of experts and attention have no such entry point; what they hold is in tensors.
+Two modules that give bit-equal results on dense random inputs hold the same weights, wherever they hold
+them. Mixtures of experts and attention have no such entry point; what they hold is in tensors.
 """
 
 from typing import Any
 
 import torch
+import vllm
+from blake3 import blake3
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-#: Rows of the fixed input: enough for the kernels' vector paths, too few to cost memory.
-ROWS = 4
+#: Rows of the fixed inputs: kernels choose other paths for one token, a few, and many.
+ROWS = (1, 4, 320)
+#: Largest result in bytes; many rows become fewer where each is long (the logits of a vocabulary).
+RESULT_BYTES = 32 << 20
 #: Token ids looked up in an embedding, spread over its rows.
 LOOKUPS = 64
 
 
 def has_kernel(module: nn.Module) -> bool:
-    """Whether `run` can run the kernel of `module`."""
+    """Whether `digest` can run the kernel of `module`."""
     return isinstance(module, LinearBase | VocabParallelEmbedding)
 
 
-def run(module: nn.Module, vllm_config: Any, device: torch.device) -> list[torch.Tensor]:
-    """The results of `module`'s kernel for a fixed input; no collective is entered.
+def environment(device: torch.device) -> str:
+    """What must agree for two processes' kernels to be expected to give the same bits."""
+    parts = [vllm.__version__, torch.__version__, current_platform.get_device_name()]
+    if device.type == "cpu":
+        amx = torch.cpu._is_amx_tile_supported()
+        parts += [torch.backends.cpu.get_cpu_capability(), f"amx {amx}", torch.get_num_threads()]
+    return ", ".join(map(str, parts))
 
-    A linear layer gives `[ROWS, output_size_per_partition]`, an embedding its logits
-    `[ROWS, num_embeddings_per_partition]` and its rows `[LOOKUPS, embedding_dim]`, in the model's
-    dtype. Raises whatever the kernel raises.
+
+def digest(module: nn.Module, vllm_config: Any, device: torch.device) -> str:
+    """A checksum of what `module`'s kernel gives for fixed inputs; no collective is entered.
+
+    The inputs are `[rows, width]` in the model's dtype, with `rows` from `ROWS`; an embedding is also
+    asked for `LOOKUPS` of its rows. Raises whatever the kernel raises.
     """
-    dtype = vllm_config.model_config.dtype
-    method = getattr(module, "quant_method", None)
-    assert method is not None
-    with torch.no_grad(), set_current_vllm_config(vllm_config):
-        if isinstance(module, LinearBase):
-            width = getattr(module, "input_size_per_partition", module.input_size)
-            x = _dense_input(width, dtype, device)
-            bias = getattr(module, "bias", None)
-            return [_first(method.apply(module, x, bias))]
+    method: Any = module.quant_method
+    model_config = vllm_config.model_config
+    bias = getattr(module, "bias", None)
+    if isinstance(module, LinearBase):
+        width = getattr(module, "input_size_per_partition", module.input_size)
+        length = getattr(module, "output_size_per_partition", module.output_size)
+    else:
         assert isinstance(module, VocabParallelEmbedding)
-        x = _dense_input(module.embedding_dim, dtype, device)
-        rows = module.num_embeddings_per_partition
-        ids = torch.linspace(0, rows - 1, LOOKUPS, device=device).long()
-        bias = getattr(module, "bias", None)
-        return [_first(method.apply(module, x, bias)), method.embedding(module, ids)]
-
-
-def bit_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Whether two results agree in every bit (a NaN equals the same NaN)."""
-    return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+        width, length = module.embedding_dim, module.num_embeddings_per_partition
+    checksum = blake3()
+    with (
+        torch.no_grad(),
+        set_current_vllm_config(vllm_config),
+        set_default_torch_dtype(model_config.dtype),
+    ):
+        for rows in ROWS:
+            rows = min(rows, max(ROWS[1], RESULT_BYTES // (length * model_config.dtype.itemsize)))
+            x = _dense_input(rows, width, model_config.dtype, device)
+            result = method.apply(module, x, bias)
+            _add(checksum, result[0] if isinstance(result, tuple) else result)
+        if isinstance(module, VocabParallelEmbedding):
+            ids = torch.linspace(0, length - 1, LOOKUPS, dtype=torch.float64).long().to(device)
+            _add(checksum, method.embedding(module, ids))
+    return str(checksum.hexdigest(length=16))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -62,10 +80,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-def _dense_input(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _dense_input(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(20240229)
-    return torch.randn(ROWS, width, generator=generator).to(dtype).to(device)
+    x = torch.randn(rows, width, generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(dtype).to(device)
 
 
-def _first(result: Any) -> torch.Tensor:
-    return result[0] if isinstance(result, tuple) else result
+def _add(checksum: Any, tensor: torch.Tensor) -> None:
+    host = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    checksum.update(memoryview(host.numpy()))

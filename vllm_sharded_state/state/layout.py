@@ -9,20 +9,24 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from vllm_sharded_state.errors import (
+    NoSourceError,
     NotRepresentableError,
     StaleSourceError,
     listed,
 )
 
-from . import kernels
+from . import kernels, plain
 from .compare import Difference, compare, same_form
 from .rebuild import Fill, Rebuilt, opaque_paths, rebuild, volatile_paths, with_placeholders
 from .twin import TwinPool, source_parameters
 from .units import Unit
 from .walk import Kind, Leaf
+
+logger = init_logger("vllm.sharded_state.layout")
 
 
 class Source(Protocol):
@@ -42,6 +46,8 @@ class UnitState:
     source: tensors placed before processing, by `state_dict()` key (empty in runtime layout).
     before: Python values, by path, that are set before processing.
     overlay: live leaves that are put back after processing.
+    method: class of the quantization method, as the constructor chose it.
+    kernels: checksums of what the live kernels give, by module (see `kernels.digest`).
     """
 
     unit: Unit
@@ -49,6 +55,13 @@ class UnitState:
     source: dict[str, torch.Tensor] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
     overlay: list[Leaf] = field(default_factory=list)
+    method: str | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_whole_in_source(self) -> bool:
+        """Whether its source tensors are all that a load needs, upstream's own included."""
+        return self.layout == "source" and not (self.overlay or self.before)
 
 
 class Chooser:
@@ -80,9 +93,26 @@ class Chooser:
         """
         if not unit.processed:
             return self._unprocessed(unit, live)
+        method = method_name(self._pool.unused(unit.name).units[unit.name].root)
+        # Before anything is tried: processing a copy could change what the live module reads.
+        results = self._kernel_results(unit)
+        state = self._processed(unit, live, results)
+        changed = [n for n, result in self._kernel_results(unit).items() if result != results[n]]
+        if changed:
+            raise NotRepresentableError(
+                "Processing a copy of a module changed what the live one computes, so they share state "
+                f"outside of both; this engine should not go on:\n{listed(changed)}"
+            )
+        state.method = method
+        state.kernels = {name: result for name, result in results.items() if result is not None}
+        return state
+
+    def _processed(
+        self, unit: Unit, live: dict[str, Leaf], results: dict[str, str | None]
+    ) -> UnitState:
         reasons: list[str] = []
         if self._wanted != "source":
-            state = self._runtime(unit, live, reasons)
+            state = self._runtime(unit, live, results, reasons)
             if state is not None:
                 return state
             if self._wanted == "runtime":
@@ -90,7 +120,7 @@ class Chooser:
                     f"{_title(unit)} can't be saved in runtime layout:\n{listed(reasons)}\n"
                     "Save with layout=auto or layout=source (VSS_LAYOUT)."
                 )
-        return self._from_source(unit, live, reasons)
+        return self._from_source(unit, live, results, reasons)
 
     def _unprocessed(self, unit: Unit, live: dict[str, Leaf]) -> UnitState:
         twin = self._pool.unused(unit.name)
@@ -110,7 +140,13 @@ class Chooser:
             overlay=[leaf for leaf in difference.overlay if not leaf.in_state_dict],
         )
 
-    def _runtime(self, unit: Unit, live: dict[str, Leaf], reasons: list[str]) -> UnitState | None:
+    def _runtime(
+        self,
+        unit: Unit,
+        live: dict[str, Leaf],
+        results: dict[str, str | None],
+        reasons: list[str],
+    ) -> UnitState | None:
         """Rehearse on placeholders, put the live tensors in place, and see whether that is `unit`."""
         try:
             rehearsed = self._rebuild(unit, live, with_placeholders)
@@ -118,41 +154,58 @@ class Chooser:
             reasons.append(f"{unit.name}: processing placeholders failed: {_line(error)}")
             return None
         difference = compare(live, rehearsed.leaves, rehearsed.opaque, bytes_matter=False)
-        if _has_integers(difference):
+        captured = set(difference.captured)
+        if _may_be_handles(difference):
             again = self._rebuild(unit, live, with_placeholders)
-            difference.captured += sorted(volatile_paths(rehearsed, again))
+            captured |= volatile_paths(rehearsed, again)
             again.discard()
-        reasons += [f"{path}: native code or an address" for path in difference.captured]
+        # Processing made these values; that they agree here does not mean that they will there.
+        made = [x for x in live.values() if x.kind is Kind.VALUE and rehearsed.made(x)]
+        captured |= {leaf.path for leaf in made if plain.is_address_like(leaf.value)}
+        reasons += [f"{path}: native code or an address" for path in sorted(captured)]
         reasons += difference.unfit
-        if difference.captured or difference.unfit:
-            rehearsed.discard()
-            return None
-        rehearsed.put_back(difference.overlay)
-        remaining = compare(live, rehearsed.leaves, rehearsed.opaque, bytes_matter=True)
-        if not remaining.is_empty:
+        if not reasons:
+            rehearsed.put_back(difference.overlay)
+            remaining = compare(live, rehearsed.leaves, rehearsed.opaque, bytes_matter=True)
             names = [leaf.path for leaf in remaining.overlay] + remaining.unfit
             reasons += [f"{name}: differs after it was put back" for name in names]
-        else:
-            reasons += self._kernel_mismatches(unit, rehearsed)
+            reasons += self._kernel_mismatches(results, rehearsed)
         rehearsed.discard()
-        return None if reasons else UnitState(unit, "runtime", overlay=difference.overlay)
+        if reasons:
+            return None
+        known = {leaf.path for leaf in difference.values}
+        expected = [x for x in made if plain.is_restorable(x.value) and x.path not in known]
+        return UnitState(unit, "runtime", overlay=difference.overlay + expected)
 
-    def _from_source(self, unit: Unit, live: dict[str, Leaf], reasons: list[str]) -> UnitState:
+    def _from_source(
+        self,
+        unit: Unit,
+        live: dict[str, Leaf],
+        results: dict[str, str | None],
+        reasons: list[str],
+    ) -> UnitState:
+        fallback: UnitState | None = None
         for candidate in (self._unchanged, self._kv_scales):
             tensors = candidate(unit, live)
-            if tensors is not None:
-                trial: list[str] = []
-                state = self._prove(unit, live, tensors, {}, trial)
-                if state is not None:
-                    return state
-        if self._source is None:
-            self._source = self._open_source()
-        tensors, incomplete = self._source.read(unit.name, self._device)
-        before = self._source.side_effects(unit.name)
+            state = tensors and self._prove(unit, live, results, tensors, {}, [])
+            if state and state.is_whole_in_source:
+                return state
+            fallback = fallback or state or None
+        try:
+            if self._source is None:
+                self._source = self._open_source()
+            tensors, incomplete = self._source.read(unit.name, self._device)
+            before = self._source.side_effects(unit.name)
+        except NoSourceError as error:
+            if fallback is not None:
+                return fallback
+            raise NoSourceError(f"{_title(unit)} can't be saved:\n{error}") from error
         failures: list[str] = []
-        state = self._prove(unit, live, tensors, before, failures)
-        if state is not None:
+        state = self._prove(unit, live, results, tensors, before, failures)
+        if state is not None and (fallback is None or state.is_whole_in_source):
             return state
+        if fallback is not None:
+            return fallback
         failures += [f"{key}: not complete in the checkpoint" for key in incomplete]
         kind = StaleSourceError if _only_bytes(failures) else NotRepresentableError
         causes = [f"in runtime layout: {reason}" for reason in reasons]
@@ -198,6 +251,7 @@ class Chooser:
         self,
         unit: Unit,
         live: dict[str, Leaf],
+        results: dict[str, str | None],
         tensors: dict[str, torch.Tensor],
         before: dict[str, object],
         failures: list[str],
@@ -213,31 +267,30 @@ class Chooser:
             failures.append(f"{unit.name}: processing failed: {_line(error)}")
             return None
         difference = compare(live, rebuilt.leaves, rebuilt.opaque, bytes_matter=True)
-        if _has_integers(difference):
+        captured = set(difference.captured)
+        if _may_be_handles(difference):
             again = self._rebuild(unit, live, fill, before)
-            volatile = volatile_paths(rebuilt, again)
-            difference.captured += sorted(volatile)
-            difference.tensors = [x for x in difference.tensors if x.path not in volatile]
-            difference.values = [x for x in difference.values if x.path not in volatile]
+            captured |= volatile_paths(rebuilt, again)
             again.discard()
+        overlay = [leaf for leaf in difference.overlay if leaf.path not in captured]
         failures += difference.unfit
-        failures += [f"{p}: a load does not create it" for p in _lacking(difference, rebuilt)]
+        failures += [f"{p}: a load does not create it" for p in captured - rebuilt.leaves.keys()]
         failures += [
             f"{leaf.path}: other bytes"
-            for leaf in difference.tensors
-            if leaf.kind is Kind.PARAMETER or difference.captured
+            for leaf in overlay
+            if leaf.is_tensor and (leaf.kind is Kind.PARAMETER or captured)
         ]
-        if difference.captured and not any(map(kernels.has_kernel, unit.modules.values())):
+        if captured and not any(results.values()):
             failures.append(
-                f"{unit.name}: native code holds its weights, and none can compare them"
+                f"{unit.name}: native code holds its weights, and nothing can compare them"
             )
         if not failures:
-            rebuilt.put_back(difference.overlay)
-            failures += self._kernel_mismatches(unit, rebuilt)
+            rebuilt.put_back(overlay)
+            failures += self._kernel_mismatches(results, rebuilt)
         rebuilt.discard()
         if failures:
             return None
-        return UnitState(unit, "source", dict(tensors), dict(before), difference.overlay)
+        return UnitState(unit, "source", dict(tensors), dict(before), overlay)
 
     def _rebuild(
         self,
@@ -249,28 +302,36 @@ class Chooser:
         constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
         return rebuild(self._pool, unit.name, self._device, fill, constants, before)
 
-    def _kernel_mismatches(self, unit: Unit, other: Rebuilt) -> list[str]:
-        mismatches = []
+    def _kernel_results(self, unit: Unit) -> dict[str, str | None]:
+        """Checksums by module; None for a kernel that can't be run like this."""
+        results: dict[str, str | None] = {}
         for name, module in unit.modules.items():
             if kernels.has_kernel(module):
-                here = kernels.run(module, self._config, self._device)
-                there = kernels.run(other.unit.modules[name], self._config, self._device)
-                if not kernels.bit_equal(here, there):
-                    mismatches.append(f"{name}: its kernel gives another result")
-        return mismatches
+                try:
+                    results[name] = kernels.digest(module, self._config, self._device)
+                except Exception as error:  # noqa: BLE001 - a kernel may refuse an input in any way
+                    logger.debug("the kernel of %s can't be run by itself: %s", name, error)
+                    results[name] = None
+        return results
+
+    def _kernel_mismatches(self, results: dict[str, str | None], other: Rebuilt) -> list[str]:
+        rebuilt = self._kernel_results(other.unit)
+        return [
+            f"{name}: its kernel gives another result"
+            for name, result in results.items()
+            if rebuilt[name] != result
+        ]
 
 
-def _lacking(difference: Difference, rebuilt: Rebuilt) -> list[str]:
-    return [path for path in difference.captured if path not in rebuilt.leaves]
+def method_name(module: torch.nn.Module) -> str | None:
+    """The class of the quantization method of `module`, or None."""
+    method = getattr(module, "quant_method", None)
+    return None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"
 
 
-def _has_integers(difference: Difference) -> bool:
-    """Whether something differs that could be an index into what native code keeps."""
-    return any(type(leaf.value) is int for leaf in difference.values) or any(
-        leaf.value.numel() <= 8 and not leaf.value.dtype.is_floating_point
-        for leaf in difference.tensors
-        if leaf.kind is Kind.ATTRIBUTE
-    )
+def _may_be_handles(difference: Difference) -> bool:
+    """Whether something differs that could be an index into what native code or a registry keeps."""
+    return bool(difference.values) or any(leaf.value.numel() <= 8 for leaf in difference.tensors)
 
 
 def _only_bytes(failures: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Values to rehearse with: finite, positive, and another for each tensor and element.
+"""Values to rehearse with: finite, another for each tensor and element, and positive with seed 0.
 
 Some methods assert that a scale is neither zero nor NaN, or that fused shards agree; some transpose a
 square weight, which equal elements would hide. The values depend on the tensor's name alone, so that
@@ -24,10 +24,14 @@ def fill(tensor: torch.Tensor, name: str, seed: int = 0) -> None:
         values = (ramp % 7 + 1).to(tensor.dtype)
     elif tensor.element_size() == 1:
         # eight-bit floats have no arithmetic: 2**k is exact in each of them
-        steps = torch.tensor([0.5, 1.0, 2.0, 4.0], device=tensor.device)
+        steps = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float32, device=tensor.device)
         values = steps[ramp % 4].to(tensor.dtype)
     else:
-        values = (0.5 + ramp / _PERIOD).to(tensor.dtype)
+        # in float32 whatever the default dtype is, which differs between saving and loading
+        values = 0.5 + ramp.to(torch.float32) / _PERIOD
+        if seed and "scale" not in name.rpartition(".")[2]:
+            values = 16 * values * (1 - 2 * (ramp % 2))  # other signs and magnitudes
+        values = values.to(tensor.dtype)
     if tensor.numel() <= _PERIOD:
         tensor.data.copy_(values.view(tensor.shape))
         return

@@ -4,16 +4,31 @@ Numbers, strings and sets of them are written as JSON; a float is written as its
 that it comes back bit for bit (NaN and infinity included).
 """
 
+import decimal
 import enum
+import fractions
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 #: Values that can be put back from the manifest.
 RESTORABLE = (type(None), bool, int, float, str)
-#: Values that are compared but never written: they follow from the configuration, not from weights.
-CONFIGURED = (torch.dtype, torch.layout, torch.memory_format, torch.Size, enum.Enum, bytes, complex)
+#: Values that are compared but never written: they hardly ever follow from weights.
+CONFIGURED = (
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    enum.Enum,
+    bytes,
+    bytearray,
+    complex,
+    decimal.Decimal,
+    fractions.Fraction,
+    np.generic,
+)
 
 #: A Python integer at least this large that differs from the value a rehearsal gives is taken for an
 #: address or handle, which must never be put back.
@@ -29,11 +44,9 @@ def is_plain(value: object) -> bool:
 
 def is_restorable(value: object) -> bool:
     """Whether `encode` can write `value`."""
-    if isinstance(value, enum.Enum) or type(value) is torch.Size:
+    if isinstance(value, CONFIGURED):  # some are also numbers or strings: enums, NumPy floats
         return False
-    if isinstance(value, set | frozenset):
-        return True
-    return isinstance(value, RESTORABLE)
+    return isinstance(value, (*RESTORABLE, set, frozenset))
 
 
 def is_address_like(value: object) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import placeholders
+from . import placeholders, plain
 from .compare import compare
 from .process import process
 from .twin import Twin, TwinPool, discard, materialize, source_parameters
@@ -20,18 +20,27 @@ Fill = Callable[[str, torch.Tensor], None]
 class Rebuilt:
     """A processed twin of a unit.
 
-    leaves: what it holds. opaque: which of its leaves were opaque before it was processed (locks,
-    streams and the like, which hold no weights).
+    leaves: what it holds. constructed: what it held before it was filled and processed.
     """
 
     twin: Twin
     unit: Unit
     leaves: dict[str, Leaf]
-    opaque: frozenset[str]
+    constructed: dict[str, Leaf]
+
+    @property
+    def opaque(self) -> frozenset[str]:
+        """Leaves that were opaque before it was processed: locks, streams and the like."""
+        return opaque_paths(self.constructed)
+
+    def made(self, leaf: Leaf) -> bool:
+        """Whether processing made the Python value `leaf`, rather than the constructor."""
+        before = self.constructed.get(leaf.path)
+        return before is None or before.is_tensor or not plain.equal(before.value, leaf.value)
 
     def discard(self) -> None:
         """Give its memory back."""
-        self.leaves = {}
+        self.leaves, self.constructed = {}, {}
         discard(self.unit)
 
     def put_back(self, overlay: list[Leaf]) -> None:
@@ -71,7 +80,7 @@ def rebuild(
         if assign is not None:
             assign(value)
     process(copy, twin.vllm_config, device)
-    return Rebuilt(twin, copy, twin.leaves(copy), opaque_paths(leaves))
+    return Rebuilt(twin, copy, twin.leaves(copy), leaves)
 
 
 def with_placeholders(key: str, tensor: torch.Tensor) -> None:

@@ -1,11 +1,12 @@
 """What processing makes of a unit's tensors, seen by processing placeholders twice."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from . import placeholders
-from .compare import compare, place
+from . import kernels, placeholders
+from .compare import compare, place, same_form
 from .kernels import same_bits
 from .rebuild import Rebuilt, rebuild
 from .twin import TwinPool
@@ -29,8 +30,11 @@ class Rehearsal:
     captured: list[str]
 
 
-def rehearse(pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
-    """Process two twins of `unit`, filled with different placeholders, and compare them."""
+def rehearse(pool: TwinPool, unit: Unit, vllm_config: Any, device: torch.device) -> Rehearsal:
+    """Process two twins of `unit`, filled with different placeholders, and compare them.
+
+    Raises whatever processing placeholders raises.
+    """
     first, filled = _processed(pool, unit, device, seed=0)
     second, _ = _processed(pool, unit, device, seed=1)
     difference = compare(first.leaves, second.leaves, first.opaque, bytes_matter=True)
@@ -40,13 +44,36 @@ def rehearse(pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
     def shows(leaf: Leaf) -> bool:
         return leaf.path in shown or (leaf.is_tensor and place(leaf.value) in places)
 
+    derived = [leaf.path for leaf in difference.overlay if not shows(leaf)] + difference.unfit
+    derived += _read_by_kernels_only(first, second, shown, vllm_config, device)
     return Rehearsal(
         is_identity=shown.keys() == filled.keys()
         and all(same_bits(shown[key], filled[key]) for key in filled),
         tensors=shown,
-        derived=[leaf.path for leaf in difference.overlay if not shows(leaf)] + difference.unfit,
+        derived=derived,
         captured=difference.captured,
     )
+
+
+def _read_by_kernels_only(
+    first: Rebuilt,
+    second: Rebuilt,
+    shown: dict[str, torch.Tensor],
+    vllm_config: Any,
+    device: torch.device,
+) -> list[str]:
+    """Modules whose kernels still differ once the second twin has the first one's state dict."""
+    for path, tensor in shown.items():
+        there = second.leaves.get(path)
+        if there is not None and there.is_tensor and same_form(tensor, there.value):
+            there.value.data.copy_(tensor)
+    return [
+        f"{name}: what its kernel reads"
+        for name, module in first.unit.modules.items()
+        if kernels.has_kernel(module)
+        and kernels.digest(module, vllm_config, device)
+        != kernels.digest(second.unit.modules[name], vllm_config, device)
+    ]
 
 
 def _processed(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CompilationMode, set_current_vllm_config
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from . import units
 from .units import Unit
-from .walk import Leaf, join
+from .walk import Kind, Leaf, join
 
 logger = init_logger("vllm.sharded_state.twin")
 
@@ -30,7 +30,8 @@ def isolated_config(vllm_config: Any) -> Any:
     """A copy of `vllm_config` that a second model can be built from without touching the first.
 
     Attention layers register themselves in `compilation_config.static_forward_context`, MoE layers in
-    `static_all_moe_layers`, and quantization configs keep notes on the layers they have seen.
+    `static_all_moe_layers`, and quantization configs keep notes on the layers they have seen; so the
+    twin's is made anew.
     """
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
@@ -39,7 +40,10 @@ def isolated_config(vllm_config: Any) -> Any:
         if name.startswith("static_") and isinstance(value, list):
             setattr(config.compilation_config, name, [])
     config.compilation_config.mode = CompilationMode.NONE  # a twin is never run as a whole
-    config.quant_config = copy.deepcopy(vllm_config.quant_config)
+    if vllm_config.quant_config is not None:
+        config.quant_config = VllmConfig._get_quantization_config(
+            vllm_config.model_config, vllm_config.load_config
+        )
     return config
 
 
@@ -127,9 +131,9 @@ def materialize(
 ) -> None:
     """Give every meta tensor of `unit` memory on `device`.
 
-    Parameters are left unset, to be filled by the caller. Buffers and hidden tensors were computed by
-    the constructor, which left nothing on meta; they take the value in `constants` (by path) when its
-    shape and dtype agree, and ones otherwise.
+    The unit's own parameters are left unset, to be filled by the caller. Buffers and hidden tensors were
+    computed by the constructor, or belong to another unit, and left nothing on meta; they take the value
+    in `constants` (by path) when its shape and dtype agree, and ones otherwise.
     """
     by_identity: dict[int, torch.Tensor] = {}
     for leaf in leaves.values():
@@ -140,7 +144,7 @@ def materialize(
             with device:
                 tensor = materialize_meta_tensor(leaf.value)
             by_identity[id(leaf.value)] = tensor
-            if not isinstance(leaf.value, nn.Parameter):
+            if leaf.kind is not Kind.PARAMETER:
                 value = constants.get(leaf.path)
                 if value is not None and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
                     tensor.data.copy_(value)

@@ -6,6 +6,7 @@ bound methods. It does not enter other modules of the model (each is walked for 
 `boundaries` names. Attributes are visited in sorted order, so that equal structures give equal paths.
 """
 
+import copy
 import functools
 import types
 from collections import deque
@@ -88,25 +89,49 @@ class _Visitor:
     def module(self, path: str, module: nn.Module) -> Iterator[Leaf]:
         """The leaves of one module: first what `state_dict()` shows, then the rest."""
         self._seen.add(id(module))
+        yield self._named(f"{path}.<class>", type(module))
         for name, parameter in sorted(module._parameters.items()):
-            if parameter is None:
-                yield self._leaf(join(path, name), Kind.VALUE, None, _attribute(module, name))
-            else:
-                yield self._leaf(
-                    join(path, name), Kind.PARAMETER, parameter, _attribute(module, name)
-                )
-                yield from self._object_state(join(path, name), parameter, 0)
+            yield from self._registered(module, path, name, parameter, Kind.PARAMETER)
         for name, buffer in sorted(module._buffers.items()):
-            if buffer is None:
-                yield self._leaf(join(path, name), Kind.VALUE, None, _attribute(module, name))
-            else:
-                transient = name in module._non_persistent_buffers_set
-                kind = Kind.TRANSIENT if transient else Kind.BUFFER
-                yield self._leaf(join(path, name), kind, buffer, _attribute(module, name))
+            transient = name in module._non_persistent_buffers_set
+            kind = Kind.TRANSIENT if transient else Kind.BUFFER
+            yield from self._registered(module, path, name, buffer, kind)
         skipped = boundaries.skipped_attributes(module)
         for name, value in sorted(vars(module).items()):
             if name not in skipped:
                 yield from self._visit(join(path, name), value, _attribute(module, name), 0)
+
+    def _registered(
+        self, module: nn.Module, path: str, name: str, tensor: torch.Tensor | None, kind: Kind
+    ) -> Iterator[Leaf]:
+        path, assign = join(path, name), _attribute(module, name)
+        if tensor is None:
+            yield self._leaf(path, Kind.VALUE, None, assign)
+        else:
+            yield from self._tensor(path, kind, tensor, assign, 0)
+
+    def _tensor(
+        self,
+        path: str,
+        kind: Kind,
+        tensor: torch.Tensor,
+        assign: Callable[[Any], None] | None,
+        depth: int,
+    ) -> Iterator[Leaf]:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            yield self._leaf(path, Kind.OPAQUE, tensor, assign)
+            return
+        yield self._leaf(path, kind, tensor, assign)
+        if id(tensor) not in self._seen:
+            self._seen.add(id(tensor))
+            yield self._named(f"{path}.<class>", type(tensor))
+            yield from self._object_state(path, tensor, depth)
+
+    def _named(self, path: str, thing: Any) -> Leaf:
+        """A leaf for the choice of a class or function: nothing can replace it, it can only differ."""
+        module = getattr(thing, "__module__", None)
+        name = getattr(thing, "__qualname__", None) or str(thing)
+        return self._leaf(path, Kind.VALUE, f"{module}.{name}", None)
 
     def _leaf(
         self, path: str, kind: Kind, value: Any, assign: Callable[[Any], None] | None
@@ -117,16 +142,18 @@ class _Visitor:
         self, path: str, value: Any, assign: Callable[[Any], None] | None, depth: int
     ) -> Iterator[Leaf]:
         if isinstance(value, torch.Tensor):
-            yield self._leaf(path, Kind.ATTRIBUTE, value, assign)
+            yield from self._tensor(path, Kind.ATTRIBUTE, value, assign, depth)
             return
         if isinstance(value, np.ndarray):
-            if value.dtype == object:
-                yield self._leaf(path, Kind.OPAQUE, value, assign)
-            else:  # shares memory: filling the tensor fills the array
-                yield self._leaf(path, Kind.ATTRIBUTE, torch.from_numpy(value), None)
+            shared = _as_tensor(value)  # shares memory: filling the tensor fills the array
+            kind = Kind.OPAQUE if shared is None else Kind.ATTRIBUTE
+            yield self._leaf(path, kind, value if shared is None else shared, None)
             return
         if plain.is_plain(value):
-            yield self._leaf(path, Kind.VALUE, value, assign)
+            yield self._leaf(path, Kind.VALUE, copy.copy(value), assign)  # sets change in place
+            return
+        if isinstance(value, boundaries.CHOICES):
+            yield self._named(path, value)
             return
         if id(value) in self._seen or id(value) in self._inside:
             return
@@ -141,12 +168,26 @@ class _Visitor:
     def _descend(
         self, path: str, value: Any, depth: int, assign: Callable[[Any], None] | None
     ) -> Iterator[Leaf]:
+        if isinstance(value, types.FunctionType):
+            yield from self._function(path, value, depth)
+            return
+        if isinstance(value, types.MethodType):
+            yield from self._visit(f"{path}.__self__", value.__self__, None, depth)
+            yield from self._visit(f"{path}.__func__", value.__func__, None, depth)
+            return
+        if isinstance(value, nn.Module):  # held by an object, not registered with the model
+            yield from self.module(path, value)
+            for name, child in sorted(value._modules.items()):
+                yield from self._visit(join(path, name), child, None, depth)
+            return
+        if boundaries.is_native_handle(value):
+            yield self._leaf(path, Kind.OPAQUE, value, assign)
+            return
+        yield self._named(f"{path}.<class>", type(value))
         if isinstance(value, Mapping):
             for key in sorted(value, key=repr):
                 setter = _item(value, key) if isinstance(value, dict) else None
                 yield from self._visit(f"{path}[{key!r}]", value[key], setter, depth)
-            if type(value) is not dict:
-                yield from self._object_state(path, value, depth)
         elif isinstance(value, list | deque):
             for index, item in enumerate(value):
                 yield from self._visit(f"{path}[{index}]", item, _item(value, index), depth)
@@ -156,23 +197,11 @@ class _Visitor:
         elif isinstance(value, set | frozenset):
             for index, item in enumerate(sorted(value, key=repr)):
                 yield from self._visit(f"{path}{{{index}}}", item, None, depth)
-        elif isinstance(value, types.FunctionType):
-            yield from self._function(path, value, depth)
-        elif isinstance(value, types.MethodType):
-            yield from self._visit(f"{path}.__self__", value.__self__, None, depth)
-            yield from self._visit(f"{path}.__func__", value.__func__, None, depth)
         elif isinstance(value, functools.partial):
             yield from self._visit(f"{path}.func", value.func, None, depth)
             yield from self._visit(f"{path}.args", value.args, None, depth)
             yield from self._visit(f"{path}.keywords", value.keywords, None, depth)
-        elif isinstance(value, nn.Module):  # held by an object, not registered with the model
-            yield from self.module(path, value)
-            for name, child in sorted(value._modules.items()):
-                yield from self._visit(join(path, name), child, None, depth)
-        elif boundaries.is_native_handle(value):
-            yield self._leaf(path, Kind.OPAQUE, value, assign)
-        else:
-            yield from self._object_state(path, value, depth)
+        yield from self._object_state(path, value, depth)
 
     def _function(self, path: str, function: types.FunctionType, depth: int) -> Iterator[Leaf]:
         compiled = getattr(function, "_torchdynamo_orig_callable", None)
@@ -181,6 +210,7 @@ class _Visitor:
             return
         if (function.__module__ or "").startswith("torch."):
             return
+        yield self._named(f"{path}.<function>", function)
         names = function.__code__.co_freevars
         for name, cell in zip(names, function.__closure__ or (), strict=True):
             try:
@@ -198,16 +228,29 @@ class _Visitor:
         """Instance attributes, whether in `__dict__` or in slots."""
         state = dict(getattr(value, "__dict__", {}))
         for cls in type(value).__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    state[name] = getattr(value, name)
-        is_tensor = isinstance(value, torch.Tensor)
+            for name, member in vars(cls).items():
+                if isinstance(member, types.MemberDescriptorType) and boundaries.is_own(cls):
+                    try:
+                        state[name] = member.__get__(value)
+                    except AttributeError:  # a slot that was never set
+                        continue
         for name, item in sorted(state.items()):
-            # A parameter's own attributes describe how to fill it; only data there is state.
-            if is_tensor and not isinstance(item, torch.Tensor | Mapping | list | tuple):
-                continue
-            yield from self._visit(f"{path}.{name}", item, _attribute(value, name), depth)
+            if not (isinstance(value, torch.Tensor) and name in _LOADING):
+                yield from self._visit(f"{path}.{name}", item, _attribute(value, name), depth)
+
+
+#: Attributes of a parameter that say how to fill it (vllm/model_executor/parameter.py).
+_LOADING = frozenset({"weight_loader", "_weight_loader"})
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor | None:
+    """A tensor over the memory of `array`; None where torch can't share it."""
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        return None
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        return None
 
 
 def _attribute(owner: Any, name: str) -> Callable[[Any], None]:
