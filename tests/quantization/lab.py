@@ -1,14 +1,16 @@
 """The batches of these tests, each one process, run when a test first asks for its results."""
 
 import shutil
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tests.quantization import checkpoint
-from tests.quantization.table import LAYOUTS, OWN_REFERENCE
+from tests.quantization.table import OWN_REFERENCE
 from tests.support.batch import Job, run_batch
 from tests.support.lab import WAYS_ONLY, WITH_OURS, Result
+from tests.zoo.kinds import TENSORS
 
 #: Method and seed; the seed is 0 except for the random ones.
 Case = tuple[str, int]
@@ -18,13 +20,33 @@ def name(case: Case) -> str:
     return f"{case[0]}-{case[1]}"
 
 
-class MethodsLab:
-    """All in the way `tensors`: what is left of vLLM's own layers there holds nothing native."""
+def parts(case: str) -> Case:
+    """Method and seed of a case by name."""
+    method, _, seed = case.rpartition("-")
+    return method, int(seed)
 
-    def __init__(self, root: Path, cases: list[Case]) -> None:
+
+class MethodsLab:
+    """All in the way `tensors`: what is left of vLLM's own layers there holds nothing native.
+
+    `saved` lists the (case, layout) pairs to save and load, `stock_saved` the cases that stock saves
+    and our plugin loads, `stock_loaded` those that our plugin saves in source layout and stock loads.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        saved: Iterable[tuple[str, str]],
+        stock_saved: Iterable[str] = (),
+        stock_loaded: Iterable[str] = (),
+    ) -> None:
         self.root = root
-        self.cases = cases
-        self.models = {name(case): checkpoint.write(root, *case) for case in cases}
+        self._stock_saved = sorted(set(stock_saved))
+        self._stock_loaded = sorted(set(stock_loaded))
+        self._loaded = sorted(set(saved))
+        self._saved = sorted({*self._loaded, *((case, "source") for case in self._stock_loaded)})
+        cases = sorted({*self._stock_saved, *(case for case, _ in self._saved)})
+        self.models = {case: checkpoint.write(root, *parts(case)) for case in cases}
 
     def saved(self, case: str, layout: str) -> Path:
         return self.root / f"saved.{case}.{layout}"
@@ -41,11 +63,12 @@ class MethodsLab:
     def stock_saves(self) -> dict[str, Result]:
         """By case: stock loads the original and saves it."""
         jobs = [
-            self.job(case, save=str(self.stock_saved(case)), mutate=None) for case in self.models
+            self.job(case, save=str(self.stock_saved(case)), mutate=None)
+            for case in self._stock_saved
         ]
         results = self._run(jobs, WAYS_ONLY)
-        for case, model in self.models.items():
-            for path in model.iterdir():
+        for case in self._stock_saved:
+            for path in self.models[case].iterdir():
                 if path.suffix == ".json" and "index" not in path.name:
                     shutil.copy(path, self.stock_saved(case))
         return results
@@ -62,8 +85,7 @@ class MethodsLab:
                 mutate=None,
                 snapshot_after=True,
             )
-            for case in self.models
-            for layout in LAYOUTS
+            for case, layout in self._saved
         ]
         return self._run(jobs, WITH_OURS)
 
@@ -72,13 +94,12 @@ class MethodsLab:
         """By "case.layout", and "case.stock" for what stock saved: loaded by our plugin."""
         jobs = [
             self.sharded(self.saved(case, layout), id=f"{case}.{layout}", poison=True)
-            for case in self.models
-            for layout in LAYOUTS
+            for case, layout in self._loaded
             if self.saves[f"{case}.{layout}"]["error"] is None
         ]
         jobs += [
-            self.sharded(self.stock_saved(case), id=f"{case}.stock")
-            for case in self.models
+            self.sharded(self.stock_saved(case), id=f"{case}.stock", poison=True)
+            for case in self._stock_saved
             if self.stock_saves[case]["error"] is None
         ]
         return self._run(jobs, WITH_OURS)
@@ -88,7 +109,7 @@ class MethodsLab:
         """By case: what our plugin saved in source layout, loaded by stock."""
         jobs = [
             self.sharded(self.saved(case, "source"), id=case)
-            for case in self.models
+            for case in self._stock_loaded
             if self.saves[f"{case}.source"]["error"] is None
         ]
         return self._run(jobs, WAYS_ONLY)
@@ -123,8 +144,8 @@ class MethodsLab:
     @staticmethod
     def is_own_reference(case: str) -> bool:
         """Whether two stock processes would differ; see `table.OWN_REFERENCE`."""
-        return case.rpartition("-")[0] in OWN_REFERENCE
+        return parts(case)[0] in OWN_REFERENCE
 
     @staticmethod
     def _run(jobs: list[Job], plugins: str) -> dict[str, Result]:
-        return run_batch(jobs, "tensors", plugins)
+        return run_batch(jobs, TENSORS, plugins) if jobs else {}

@@ -151,6 +151,32 @@ LATE = frozenset({"lazy"})
 VOLATILE = (".handle", ".pointer")
 #: Seeds of the methods drawn at random.
 SEEDS = range(24)
+#: Of these, the ones of the default run; the rest are the full matrix.
+FEW_SEEDS = range(6)
+#: Methods that the default run takes through every layout, and to stock vLLM and back.
+CHOSEN = frozenset(
+    {
+        "transpose_in_place",
+        "repack",
+        "alias",
+        "offset",
+        "lies",
+        "frozen_dataclass",
+        "closure",
+        "number_in_tuple",
+        "words",
+        "normalized",
+        "handle_in_string",
+        "by_name",
+        "by_id",
+        "hash_of_name",
+        "asserts",
+        "loader_takes_notes",
+        "clamps",
+        "attention_number",
+        "attention_function",
+    }
+)
 #: Methods and layouts for what takes a directory each.
 DEEPER = (("attribute", "runtime"), ("frozen_dataclass", "auto"), ("transpose_in_place", "source"))
 #: Methods that are loaded, saved from there, and loaded again.

@@ -38,8 +38,8 @@ class Directories:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        methods = sorted({*AGAIN, *(method for method, _ in DEEPER)})
-        self.lab = MethodsLab(root, [(method, 0) for method in methods])
+        pairs = [(f"{method}-0", layout) for method, layout in (*CASES, *DEEPER)]
+        self.lab = MethodsLab(root, pairs)
 
     def again(self, method: str, layout: str, generation: int) -> Path:
         return self.root / f"again.{method}.{layout}.{generation}"

@@ -10,7 +10,9 @@ import pytest
 
 from tests.quantization.lab import Case, MethodsLab, name
 from tests.quantization.table import (
+    CHOSEN,
     EITHER,
+    FEW_SEEDS,
     LATE,
     LAYOUTS,
     REFUSE,
@@ -25,7 +27,21 @@ from tests.support.snapshot import differences
 pytestmark = pytest.mark.engine
 
 CASES: list[Case] = [(method, 0) for method in TABLE] + [("scattered", seed) for seed in SEEDS]
-NAMES = [name(case) for case in CASES]
+
+
+def _marks(case: Case, layout: str | None) -> Any:
+    """The default run: `auto` of every method, everything of those chosen."""
+    method, seed = case
+    default = method in CHOSEN or (layout == "auto" and seed in FEW_SEEDS)
+    return () if default else pytest.mark.full
+
+
+PAIRS = [
+    pytest.param(name(case), layout, marks=_marks(case, layout))
+    for case in CASES
+    for layout in LAYOUTS
+]
+STOCK = [pytest.param(name(case), marks=_marks(case, None)) for case in CASES]
 #: The modules that the methods apply to: a refusal has to name one of them.
 LAYERS = tuple(
     f"model.layers.0.{part}"
@@ -35,8 +51,29 @@ REFUSALS = {"NotRepresentableError", "StaleSourceError", "NoSourceError"}
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> MethodsLab:
-    return MethodsLab(tmp_path_factory.mktemp("quantization"), CASES)
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MethodsLab:
+    """Runs what was collected, and no more."""
+    given: dict[str, list[Any]] = {}
+    for item in request.session.items:
+        if item.path == request.path:
+            values = item.callspec.params  # type: ignore[attr-defined]
+            given.setdefault(item.originalname, []).append(values)  # type: ignore[attr-defined]
+    pairs = [
+        (values["case"], values["layout"])
+        for test in (
+            test_a_method_comes_back_or_is_refused,
+            test_saving_leaves_the_live_model_as_it_was,
+        )
+        for values in given.get(test.__name__, ())
+    ]
+    stock, source = (
+        [values["case"] for values in given.get(test.__name__, ())]
+        for test in (
+            test_what_stock_saved_comes_back_or_is_refused,
+            test_stock_loads_source_layout_or_refuses,
+        )
+    )
+    return MethodsLab(tmp_path_factory.mktemp("quantization"), pairs, stock, source)
 
 
 def expected(case: str, layout: str) -> str:
@@ -64,8 +101,7 @@ def check_refusal(result: Result) -> None:
     assert any(layer in error["message"] for layer in LAYERS), error["message"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize(("case", "layout"), PAIRS)
 def test_a_method_comes_back_or_is_refused(lab: MethodsLab, case: str, layout: str) -> None:
     saving = lab.saves[f"{case}.{layout}"]
     wanted = expected(case, layout)
@@ -80,8 +116,7 @@ def test_a_method_comes_back_or_is_refused(lab: MethodsLab, case: str, layout: s
     assert wanted != REFUSE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize(("case", "layout"), PAIRS)
 def test_saving_leaves_the_live_model_as_it_was(lab: MethodsLab, case: str, layout: str) -> None:
     saving = lab.saves[f"{case}.{layout}"]
     if saving["error"] is not None:
@@ -93,7 +128,7 @@ def test_saving_leaves_the_live_model_as_it_was(lab: MethodsLab, case: str, layo
     assert lines == []
 
 
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", STOCK)
 def test_what_stock_saved_comes_back_or_is_refused(lab: MethodsLab, case: str) -> None:
     saving = lab.stock_saves[case]
     if saving["error"] is not None:  # stock can't save strided tensors, for one
@@ -108,7 +143,7 @@ def test_what_stock_saved_comes_back_or_is_refused(lab: MethodsLab, case: str) -
     assert wrong(loading["snapshot"], want) == []
 
 
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", STOCK)
 def test_stock_loads_source_layout_or_refuses(lab: MethodsLab, case: str) -> None:
     if lab.saves[f"{case}.source"]["error"] is not None:
         check_refusal(lab.saves[f"{case}.source"])
