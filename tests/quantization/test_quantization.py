@@ -19,6 +19,7 @@ from tests.quantization.table import (
     SEEDS,
     TABLE,
     TRIP,
+    UNKNOWABLE,
     VOLATILE,
 )
 from tests.support.lab import Result, explain
@@ -41,7 +42,12 @@ PAIRS = [
     for case in CASES
     for layout in LAYOUTS
 ]
-STOCK = [pytest.param(name(case), marks=_marks(case, None)) for case in CASES]
+STOCK = [
+    pytest.param(name(case), marks=_marks(case, None))
+    for case in CASES
+    if case[0] not in UNKNOWABLE
+]
+SOURCE = [pytest.param(name(case), marks=_marks(case, None)) for case in CASES]
 #: The modules that the methods apply to: a refusal has to name one of them.
 LAYERS = tuple(
     f"model.layers.0.{part}"
@@ -92,13 +98,16 @@ def wrong(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
     ]
 
 
-def check_refusal(result: Result) -> None:
-    """The save refused, for a cause of its own and by the module's name."""
+def check_refusal(result: Result, stage: str = "save") -> None:
+    """Refused for a cause of its own, and by a name: the module's, or the model's for shared state."""
     error = result["error"]
     assert error is not None
-    assert error["stage"] == "save", explain(result)
-    assert error["type"] in REFUSALS, explain(result)
-    assert any(layer in error["message"] for layer in LAYERS), error["message"]
+    assert error["stage"] == stage, explain(result)
+    if stage == "save":
+        assert error["type"] in REFUSALS, explain(result)
+    else:
+        assert "ShardedStateError" in error["bases"], explain(result)
+    assert any(name in error["message"] for name in (*LAYERS, "LlamaForCausalLM")), error["message"]
 
 
 @pytest.mark.parametrize(("case", "layout"), PAIRS)
@@ -111,8 +120,16 @@ def test_a_method_comes_back_or_is_refused(lab: MethodsLab, case: str, layout: s
         assert wanted != TRIP, explain(saving)
         return
     loading = lab.loads[f"{case}.{layout}"]
+    if loading["error"] is not None and wanted == EITHER:
+        # What no process can know of another shows at the latest when it is loaded.
+        check_refusal(loading, "load")
+        return
     assert loading["error"] is None, explain(loading)
-    assert wrong(loading["snapshot"], lab.truth(case, layout)) == []
+    lines = wrong(loading["snapshot"], lab.truth(case, layout))
+    if layout == "source" and lab.is_own_reference(case):
+        # Processed anew, and so with another draw; it must compute the same all the same.
+        lines = [line for line in lines if line.startswith("kernels: ")]
+    assert lines == []
     assert wanted != REFUSE
 
 
@@ -136,21 +153,23 @@ def test_what_stock_saved_comes_back_or_is_refused(lab: MethodsLab, case: str) -
         return
     loading = lab.loads[f"{case}.stock"]
     if loading["error"] is not None:
-        assert "ShardedStateError" in loading["error"]["bases"], explain(loading)
-        assert any(layer in loading["error"]["message"] for layer in LAYERS), explain(loading)
+        check_refusal(loading, "load")
         return
     want = saving["snapshot"] if lab.is_own_reference(case) else lab.truth(case, "source")
     assert wrong(loading["snapshot"], want) == []
 
 
-@pytest.mark.parametrize("case", STOCK)
+@pytest.mark.parametrize("case", SOURCE)
 def test_stock_loads_source_layout_or_refuses(lab: MethodsLab, case: str) -> None:
     if lab.saves[f"{case}.source"]["error"] is not None:
         check_refusal(lab.saves[f"{case}.source"])
         return
     loading = lab.stock_loads[case]
-    if lab.is_own_reference(case):
-        assert loading["error"] is None, explain(loading)
+    if loading["error"] is not None:
+        # The directory holds what stock can't put in place, and keeps stock from loading it wrong.
+        assert "vllm-sharded-state" in loading["error"]["message"], explain(loading)
         return
-    assert loading["error"] is None, explain(loading)
-    assert wrong(loading["snapshot"], lab.truth(case, "source")) == []
+    lines = wrong(loading["snapshot"], lab.truth(case, "source"))
+    if lab.is_own_reference(case):
+        lines = [line for line in lines if line.startswith("kernels: ")]
+    assert lines == []
