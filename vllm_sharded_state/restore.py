@@ -87,7 +87,11 @@ class Restorer:
             for path, leaf in leaves.items():
                 if not leaf.is_tensor:
                     continue
-                if path in self._late:
+                if path in self._late and self._late[path].replace:
+                    placed.add(path)
+                    assert leaf.assign is not None
+                    leaf.assign(self._read(path, self._late).to(leaf.value.device, copy=True))
+                elif path in self._late:
                     placed.add(path)
                     fills.append((path, leaf.value))
                     self._match(path, leaf.value, self._late, faults)
@@ -275,11 +279,14 @@ class Restorer:
                 "kernels are not compared: tensors were missing, or the machine is another"
             )
             return
-        wrong = [
-            name
-            for name, checksum in self._entry.kernels.items()
-            if kernels.digest(modules[name], vllm_config, device) != checksum
-        ]
+        wrong = []
+        for name, checksum in self._entry.kernels.items():
+            try:
+                result = kernels.digest(modules[name], vllm_config, device)
+            except Exception as error:  # noqa: BLE001 - a kernel without its state may fail in any way
+                result = f"{type(error).__name__}: {error}"
+            if result != checksum:
+                wrong.append(f"{name} ({result} instead of {checksum})")
         if wrong:
             raise RestoreError(
                 f"Modules compute something else than when {self._directory} was saved, though all that "

@@ -155,7 +155,8 @@ class _RankSaver:
                 own = leaf.in_state_dict and state.layout == "runtime"
                 owner = leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
                 writer = self._main if own else self._hidden
-                self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, owner)
+                replace = leaf.path in state.replaced
+                self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, owner, replace)
             else:
                 owner = leaf.owner if leaf.attribute else None
                 self._value(leaf.path, leaf.value, "runtime", owner)
@@ -174,13 +175,14 @@ class _RankSaver:
         kind: Kind,
         writer: parts.PartWriter,
         owner: str | None = None,
+        replace: bool = False,
     ) -> None:
         """Write a tensor, or note that it is another one under a second path."""
         if not parts.holds(tensor.dtype):
             raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
         # Only a live tensor's address identifies it: a rebuilt one gives its memory back.
         same = (stage, *place(tensor)) if id(tensor) in self._live and tensor.numel() else None
-        first = self._paths.get(same) if same else None
+        first = self._paths.get(same) if same and not replace else None
         if first is not None:
             self._entry.tensors[first].aliases.append(path)
             return
@@ -199,6 +201,7 @@ class _RankSaver:
             stage,
             checksum,
             owner=owner,
+            replace=replace,
         )
 
     def _stop_stock(self) -> None:

@@ -31,6 +31,7 @@ from .state.kv_scales import adopt_loaded_scales
 from .state.rehearsal import Rehearsal, rehearse
 from .state.twin import TwinPool, source_parameters
 from .state.units import Unit
+from .state.walk import join
 
 _AGAIN = (
     "Save it again with vllm-sharded-state installed: start the engine from the model's own checkpoint "
@@ -59,7 +60,7 @@ class StockRestorer:
                 f"{directory} holds tensors in more than one part, as if two saves were mixed:\n"
                 f"{listed(doubled)}\nRemove the parts that are not wanted, or save again."
             )
-        self._files = dict(places)
+        self._places = {key: (file, key) for key, file in places}
         self._late: dict[str, set[str]] = {}
         self._early: dict[str, list[str]] = {}
 
@@ -73,9 +74,10 @@ class StockRestorer:
         problems = _Problems()
         wanted: set[str] = set()
         shared = _shared_keys(model)
+        self._rename(model)
         for unit in units.split(model):
             leaves = units.leaves(unit, inside)
-            own = {key for key in self._files if _owner(key) in unit.modules}
+            own = {key for key in self._places if _owner(key) in unit.modules}
             before = source_parameters(unit)
             if not unit.processed:
                 found = self._match(before, own, shared, problems)
@@ -100,7 +102,7 @@ class StockRestorer:
             wanted |= own
             if isinstance(unit.root, LinearBase) and problems.lacks(unit.name):
                 problems.packed.append(unit.name)
-        problems.unexpected += sorted(set(self._files) - wanted)
+        problems.unexpected += sorted(set(self._places) - wanted)
         problems.refuse(self._directory, self._strict)
         for key, tensor in early:
             tensor.data.copy_(self._read(key))
@@ -147,7 +149,15 @@ class StockRestorer:
             ) from error
 
     def _read(self, key: str) -> torch.Tensor:
-        return self._reader.get(self._files[key], key)
+        return self._reader.get(*self._places[key])
+
+    def _rename(self, model: nn.Module) -> None:
+        """Put each key under its module's first name, where `state_dict()` shows it under several."""
+        first = {other: name for name, names in units.all_names(model).items() for other in names}
+        self._places = {
+            join(first.get(_owner(key), _owner(key)), key.rpartition(".")[2]): place
+            for key, place in self._places.items()
+        }
 
     def _match(
         self,
@@ -224,7 +234,7 @@ class _Problems:
         if self.unexpected:
             raise UnexpectedTensorError(
                 f"Tensors in {directory} have no place in the model:\n{listed(self.unexpected)}\n"
-                "They belong to another model or configuration."
+                f"They belong to another model or configuration. {_AGAIN}"
             )
 
 

@@ -39,7 +39,8 @@ class TensorEntry:
 
     `checksum` is the BLAKE3 hash of its bytes in row-major order, in hexadecimal (16 bytes).
     `stage` is `source` when it is placed before processing and `runtime` after; `owner` names the
-    module whose plain attribute it is when no load creates it.
+    module whose plain attribute it is when no load creates it; `replace` says that a load creates a
+    tensor of another form in its place.
     """
 
     file: str
@@ -51,6 +52,7 @@ class TensorEntry:
     checksum: str
     aliases: list[str] = field(default_factory=list)
     owner: str | None = None
+    replace: bool = False
 
 
 @dataclass

@@ -20,8 +20,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 #: Attributes that `nn.Module` keeps for itself; loaders end with `eval()`, which sets `training`.
 MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 
-#: What the engine binds to attention-like layers (vllm/v1/worker/utils.py, `bind_kv_cache`).
-_KV_CACHE = frozenset({"kv_cache"})
+#: What the engine binds to attention-like layers at every start: the cache (vllm/v1/worker/utils.py,
+#: `bind_kv_cache`), and the CPU's instruction set (vllm/v1/attention/backends/cpu_attn.py).
+_BOUND = frozenset({"kv_cache", "isa"})
 
 #: What the compiler keeps on a model (vllm/compilation/decorators.py and wrapper.py).
 _COMPILER = frozenset(
@@ -106,7 +107,7 @@ def skipped_attributes(module: nn.Module) -> frozenset[str]:
     """Attributes of `module` that hold no weights: torch's own, the engine's and the compiler's."""
     skipped = MODULE_INTERNALS
     if isinstance(module, AttentionLayerBase):
-        skipped |= _KV_CACHE
+        skipped |= _BOUND
     if isinstance(module, TorchCompileWithNoGuardsWrapper):
         skipped |= _COMPILER
     return skipped

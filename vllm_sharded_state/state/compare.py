@@ -15,6 +15,7 @@ class Difference:
 
     tensors: live tensor leaves whose bytes differ but that have the same form there: fill in place.
     added: live tensors with no counterpart, that can be set as an attribute.
+    replaced: live tensors of another form than their counterparts, which can be replaced.
     values: live Python values that differ and can be assigned.
     captured: live leaves owned by native code that processing created.
     unfit: for each leaf that can't be put back, why.
@@ -22,6 +23,7 @@ class Difference:
 
     tensors: list[Leaf] = field(default_factory=list)
     added: list[Leaf] = field(default_factory=list)
+    replaced: list[Leaf] = field(default_factory=list)
     values: list[Leaf] = field(default_factory=list)
     captured: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
@@ -29,12 +31,12 @@ class Difference:
     @property
     def is_empty(self) -> bool:
         """Whether the rebuilt unit already is the live one, as far as Python can see."""
-        return not (self.tensors or self.added or self.values or self.unfit)
+        return not (self.overlay or self.unfit)
 
     @property
     def overlay(self) -> list[Leaf]:
         """Every live leaf that has to be put back."""
-        return self.tensors + self.added + self.values
+        return self.tensors + self.added + self.replaced + self.values
 
 
 def compare(
@@ -56,7 +58,7 @@ def compare(
             if path not in constructed or boundaries.may_hold_weights(leaf.value):
                 result.captured.append(path)
         elif other is None:
-            _unmatched(leaf, result)
+            _unmatched(leaf, live, result)
         elif leaf.is_tensor:
             _tensor(leaf, other, bytes_matter, result)
         else:
@@ -98,7 +100,10 @@ def _tensor(leaf: Leaf, other: Leaf, bytes_matter: bool, result: Difference) -> 
             result.unfit.append(f"{leaf.path}: a tensor here, not after a load")
     elif not same_form(leaf.value, other.value):
         here, there = describe(leaf.value), describe(other.value)
-        result.unfit.append(f"{leaf.path}: {here} here, {there} after a load")
+        if leaf.kind is other.kind and leaf.kind in _OUTSIDE and other.assign is not None:
+            result.replaced.append(leaf)
+        else:
+            result.unfit.append(f"{leaf.path}: {here} here, {there} after a load")
     elif leaf.kind is not other.kind:
         result.unfit.append(f"{leaf.path}: a {leaf.kind} here, a {other.kind} after a load")
     elif other.value.is_meta or not bytes_matter or not same_bits(leaf.value, other.value):
@@ -139,13 +144,19 @@ def _is_address_tensor(tensor: torch.Tensor) -> bool:
     return all(plain.is_address_like(item) for item in tensor.detach().view(-1).tolist())
 
 
+#: Tensors that no loader fills; some are cast when the model first runs, as rotary caches are.
+_OUTSIDE = (Kind.ATTRIBUTE, Kind.TRANSIENT)
+
 _CONTAINERS = tuple(f"builtins.{name}" for name in ("dict", "list", "set", "tuple"))
 
 
-def _unmatched(leaf: Leaf, result: Difference) -> None:
+def _unmatched(leaf: Leaf, live: dict[str, Leaf], result: Difference) -> None:
     """A live leaf that a load does not create; a plain attribute of the module can be added."""
     if leaf.kind is Kind.VALUE and (leaf.value is None or leaf.value in _CONTAINERS):
         return  # nothing, or a container whose content is judged leaf by leaf
+    holder = live.get(leaf.path.removesuffix(".<class>"))
+    if holder is not leaf and holder is not None and holder.is_tensor:
+        return  # the class of a tensor, which is judged itself
     if leaf.kind in (Kind.ATTRIBUTE, Kind.VALUE) and leaf.attribute is not None:
         if leaf.kind is Kind.ATTRIBUTE:
             result.added.append(leaf)

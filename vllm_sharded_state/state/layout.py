@@ -46,6 +46,7 @@ class UnitState:
     source: tensors placed before processing, by `state_dict()` key (empty in runtime layout).
     before: Python values, by path, that are set before processing.
     overlay: live leaves that are put back after processing.
+    replaced: paths in the overlay whose tensor takes the place of one of another form.
     method: class of the quantization method, as the constructor chose it.
     kernels: checksums of what the live kernels give, by module (see `kernels.digest`).
     """
@@ -55,6 +56,7 @@ class UnitState:
     source: dict[str, torch.Tensor] = field(default_factory=dict)
     before: dict[str, object] = field(default_factory=dict)
     overlay: list[Leaf] = field(default_factory=list)
+    replaced: frozenset[str] = frozenset()
     method: str | None = None
     kernels: dict[str, str] = field(default_factory=dict)
 
@@ -132,10 +134,13 @@ class Chooser:
                 f"{_title(unit)} holds state that a load can't put back:\n{listed(problems)}"
             )
         if self._wanted != "source":
-            return UnitState(unit, "runtime", overlay=difference.overlay)
+            return UnitState(
+                unit, "runtime", overlay=difference.overlay, replaced=_paths(difference.replaced)
+            )
         return UnitState(
             unit,
             "source",
+            replaced=_paths(difference.replaced),
             source={leaf.path: leaf.value for leaf in difference.tensors if leaf.in_state_dict},
             overlay=[leaf for leaf in difference.overlay if not leaf.in_state_dict],
         )
@@ -175,7 +180,12 @@ class Chooser:
             return None
         known = {leaf.path for leaf in difference.values}
         expected = [x for x in made if plain.is_restorable(x.value) and x.path not in known]
-        return UnitState(unit, "runtime", overlay=difference.overlay + expected)
+        return UnitState(
+            unit,
+            "runtime",
+            overlay=difference.overlay + expected,
+            replaced=_paths(difference.replaced),
+        )
 
     def _from_source(
         self,
@@ -290,7 +300,8 @@ class Chooser:
         rebuilt.discard()
         if failures:
             return None
-        return UnitState(unit, "source", dict(tensors), dict(before), overlay)
+        replaced = _paths(difference.replaced)
+        return UnitState(unit, "source", dict(tensors), dict(before), overlay, replaced)
 
     def _rebuild(
         self,
@@ -327,6 +338,10 @@ def method_name(module: torch.nn.Module) -> str | None:
     """The class of the quantization method of `module`, or None."""
     method = getattr(module, "quant_method", None)
     return None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"
+
+
+def _paths(leaves: list[Leaf]) -> frozenset[str]:
+    return frozenset(leaf.path for leaf in leaves)
 
 
 def _may_be_handles(difference: Difference) -> bool:

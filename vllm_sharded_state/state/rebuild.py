@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from . import placeholders, plain
-from .compare import compare
+from .compare import compare, same_form
 from .process import process
 from .twin import Twin, TwinPool, discard, materialize, source_parameters
 from .units import Unit
@@ -44,15 +44,18 @@ class Rebuilt:
         discard(self.unit)
 
     def put_back(self, overlay: list[Leaf]) -> None:
-        """Put live leaves in their places: tensors are filled in place, values assigned."""
+        """Put live leaves in their places: tensors are filled in place where they fit, else assigned."""
         for leaf in overlay:
             place = self.leaves.get(leaf.path)
-            if place is None:
-                continue
-            if leaf.is_tensor and place.is_tensor:
+            filled = leaf.is_tensor and place is not None and place.is_tensor
+            if filled and place is not None and same_form(leaf.value, place.value):
                 place.value.data.copy_(leaf.value)
-            elif place.assign is not None:
-                place.assign(leaf.value.detach().clone() if leaf.is_tensor else leaf.value)
+                continue
+            value = leaf.value.detach().clone() if leaf.is_tensor else leaf.value
+            if place is not None and place.assign is not None:
+                place.assign(value)
+            elif place is None and leaf.attribute is not None:
+                setattr(self.unit.modules[leaf.owner], leaf.attribute, value)
         self.leaves = self.twin.leaves(self.unit)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from . import kernels, placeholders
-from .compare import compare, place, same_form
+from .compare import compare, place
 from .kernels import same_bits
 from .rebuild import Rebuilt, rebuild
 from .twin import TwinPool
@@ -36,6 +36,8 @@ def rehearse(pool: TwinPool, unit: Unit, vllm_config: Any, device: torch.device)
     Raises whatever processing placeholders raises.
     """
     first, filled = _processed(pool, unit, device, seed=0)
+    # Before the second is processed, which could change what the first one's kernel reads.
+    results = _results(first, vllm_config, device)
     second, _ = _processed(pool, unit, device, seed=1)
     difference = compare(first.leaves, second.leaves, first.opaque, bytes_matter=True)
     shown = {path: leaf.value for path, leaf in first.leaves.items() if leaf.in_state_dict}
@@ -45,7 +47,12 @@ def rehearse(pool: TwinPool, unit: Unit, vllm_config: Any, device: torch.device)
         return leaf.path in shown or (leaf.is_tensor and place(leaf.value) in places)
 
     derived = [leaf.path for leaf in difference.overlay if not shows(leaf)] + difference.unfit
-    derived += _read_by_kernels_only(first, second, shown, vllm_config, device)
+    second.put_back([leaf for leaf in first.leaves.values() if leaf.in_state_dict])
+    derived += [
+        f"{name}: what its kernel reads"
+        for name, result in _results(second, vllm_config, device).items()
+        if result != results[name]
+    ]
     return Rehearsal(
         is_identity=shown.keys() == filled.keys()
         and all(same_bits(shown[key], filled[key]) for key in filled),
@@ -55,25 +62,12 @@ def rehearse(pool: TwinPool, unit: Unit, vllm_config: Any, device: torch.device)
     )
 
 
-def _read_by_kernels_only(
-    first: Rebuilt,
-    second: Rebuilt,
-    shown: dict[str, torch.Tensor],
-    vllm_config: Any,
-    device: torch.device,
-) -> list[str]:
-    """Modules whose kernels still differ once the second twin has the first one's state dict."""
-    for path, tensor in shown.items():
-        there = second.leaves.get(path)
-        if there is not None and there.is_tensor and same_form(tensor, there.value):
-            there.value.data.copy_(tensor)
-    return [
-        f"{name}: what its kernel reads"
-        for name, module in first.unit.modules.items()
+def _results(rebuilt: Rebuilt, vllm_config: Any, device: torch.device) -> dict[str, str]:
+    return {
+        name: kernels.digest(module, vllm_config, device)
+        for name, module in rebuilt.unit.modules.items()
         if kernels.has_kernel(module)
-        and kernels.digest(module, vllm_config, device)
-        != kernels.digest(second.unit.modules[name], vllm_config, device)
-    ]
+    }
 
 
 def _processed(
