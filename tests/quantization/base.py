@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.utils import set_weight_attrs
 
 NAME = "vss_methods"
@@ -25,6 +26,8 @@ NAME = "vss_methods"
 #: Makes the method of one linear layer, from the config and the layer's name.
 Maker = Callable[["MethodsConfig", str], QuantizeMethodBase]
 METHODS: dict[str, Maker] = {}
+#: The same for the head.
+HEAD_METHODS: dict[str, Maker] = {}
 #: The same for attention layers, where a method has something to do there.
 ATTENTION_METHODS: dict[str, Maker] = {}
 
@@ -70,6 +73,8 @@ class MethodsConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm.model_executor.layers.attention import Attention
 
+        if isinstance(layer, ParallelLMHead) and self.chosen in HEAD_METHODS:
+            return HEAD_METHODS[self.chosen](self, prefix)
         if isinstance(layer, LinearBase):
             return METHODS[self.chosen](self, prefix)
         if isinstance(layer, Attention) and self.chosen in ATTENTION_METHODS:

@@ -9,11 +9,20 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models import llama
 
-from tests.quantization import attention, base, hidden, in_python, in_tensors, loaders, scattered
+from tests.quantization import (
+    attention,
+    base,
+    head,
+    hidden,
+    in_python,
+    in_tensors,
+    loaders,
+    scattered,
+)
 from tests.quantization.table import TABLE
 from tests.zoo.mutations import MUTATIONS
 
-assert {llama, attention, hidden, in_python, in_tensors, loaders, scattered}
+assert {llama, attention, head, hidden, in_python, in_tensors, loaders, scattered}
 _listed = {*TABLE, "scattered"}
 assert base.METHODS.keys() == _listed, sorted(base.METHODS.keys() ^ _listed)
 base.enter()

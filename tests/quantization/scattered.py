@@ -20,7 +20,9 @@ def _word(draw: random.Random) -> str:
 
 
 def _dict(draw: random.Random, thing: Any) -> tuple[Any, Callable[[Any], Any]]:
-    key = draw.choice([_word(draw), draw.randint(0, 99), (_word(draw), 1), f"{_word(draw)}.a b"])
+    key = draw.choice(
+        [_word(draw), draw.randint(0, 99), (_word(draw), 1), f"{_word(draw)}.a b", "ü\n'\"/"]
+    )
     return {_word(draw): 1, key: thing}, lambda box: box[key]
 
 

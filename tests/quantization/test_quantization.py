@@ -107,7 +107,9 @@ def check_refusal(result: Result, stage: str = "save") -> None:
         assert error["type"] in REFUSALS, explain(result)
     else:
         assert "ShardedStateError" in error["bases"], explain(result)
-    assert any(name in error["message"] for name in (*LAYERS, "LlamaForCausalLM")), error["message"]
+    assert any(name in error["message"] for name in (*LAYERS, "lm_head", "LlamaForCausalLM")), (
+        error["message"]
+    )
 
 
 @pytest.mark.parametrize(("case", "layout"), PAIRS)

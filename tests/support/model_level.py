@@ -22,7 +22,11 @@ COMMON: dict[str, Any] = {
 def environment(way: str, plugins: str) -> dict[str, str]:
     """Environment of a process that runs in `way` with the general plugins `plugins`, and no other."""
     return {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "VSS_"))},
+        **{
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("VLLM_", "VSS_")) or k == "VLLM_TARGET_DEVICE"
+        },
         "VSS_TEST_WAY": way,
         "VLLM_PLUGINS": plugins,
         "VLLM_CPU_KVCACHE_SPACE": "1",
