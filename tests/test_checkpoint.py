@@ -1,0 +1,219 @@
+"""The directory on disk by itself: parts against the safetensors library, the manifest against damage."""
+
+import hashlib
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm_sharded_state import sidefiles
+from vllm_sharded_state.checkpoint import manifest, parts
+from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
+from vllm_sharded_state.errors import IncompleteError, ManifestError
+from vllm_sharded_state.state import plain
+
+TENSORS = {
+    "matrix": torch.arange(6.0).view(2, 3),
+    "transposed": torch.arange(6, dtype=torch.int32).view(2, 3).t(),
+    "every second": torch.arange(10, dtype=torch.bfloat16)[::2],
+    "scalar": torch.tensor(0.0123),
+    "empty": torch.empty(0, 4),
+    "fp8": torch.tensor([0.5, 1.0, -448.0]).to(torch.float8_e4m3fn),
+    'a "quoted" náme': torch.tensor([True, False]),
+}
+
+
+def _write(directory, max_size=None, tensors=TENSORS):
+    writer = parts.PartWriter(
+        directory, lambda part: f"p-{part}.safetensors", max_size, parts.header_room(tensors)
+    )
+    written = {key: writer.add(key, tensor) for key, tensor in tensors.items()}
+    writer.close()
+    return writer, written
+
+
+def _bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(("max_size", "files"), [(None, 1), (1, 7), (40, 3)])
+def test_the_library_reads_what_was_streamed(tmp_path, max_size, files):
+    writer, written = _write(tmp_path, max_size)
+    writer.commit()
+    assert sorted(writer.files) == sorted(path.name for path in tmp_path.iterdir())
+    assert len(writer.files) == files
+    read = {}
+    for name in writer.files:
+        read |= load_file(tmp_path / name)
+    assert read.keys() == TENSORS.keys()
+    for key, tensor in TENSORS.items():
+        assert (read[key].shape, read[key].dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(_bytes(read[key]), _bytes(tensor)), key
+        assert key in load_file(tmp_path / written[key][0])
+
+
+def test_nothing_has_its_name_before_the_commit_and_nothing_stays_after_abandoning(tmp_path):
+    writer, _ = _write(tmp_path, 40)
+    assert all(path.name.startswith(".") for path in tmp_path.iterdir())
+    writer.abandon()
+    assert not list(tmp_path.iterdir())
+
+
+def test_abandoning_leaves_an_earlier_part_alone(tmp_path):
+    _write(tmp_path)[0].commit()
+    before = (tmp_path / "p-0.safetensors").read_bytes()
+    _write(tmp_path, tensors={"matrix": torch.zeros(2, 3)})[0].abandon()
+    assert [path.name for path in tmp_path.iterdir()] == ["p-0.safetensors"]
+    assert (tmp_path / "p-0.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("key", [key for key in TENSORS if TENSORS[key].numel()])
+def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path, key):
+    writer, written = _write(tmp_path)
+    writer.commit()
+    file, checksum = written[key]
+    path = tmp_path / file
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    start = 8 + int.from_bytes(data[:8], "little") + header[key]["data_offsets"][0]
+    reader = parts.PartReader(tmp_path, dict(writer.files))
+    assert torch.equal(_bytes(reader.verified(file, key, checksum)), _bytes(TENSORS[key]))
+    data[start] ^= 1
+    path.write_bytes(data)
+    damaged = parts.PartReader(tmp_path, dict(writer.files))
+    with pytest.raises(IncompleteError, match="is not what was saved"):
+        damaged.verified(file, key, checksum)
+
+
+def test_a_part_that_is_missing_or_cut_off_is_named(tmp_path):
+    writer, _ = _write(tmp_path)
+    writer.commit()
+    sizes = dict(writer.files)
+    path = tmp_path / "p-0.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(IncompleteError, match=f"{len(whole) - 1} bytes, {len(whole)} were written"):
+        parts.PartReader(tmp_path, sizes)
+    path.write_bytes(b"\xff" * len(whole))
+    with pytest.raises(IncompleteError, match="no readable safetensors file"):
+        parts.PartReader(tmp_path, sizes)
+    path.unlink()
+    with pytest.raises(IncompleteError, match=r"p-0\.safetensors is missing"):
+        parts.PartReader(tmp_path, sizes)
+
+
+def test_stale_parts_are_those_of_the_same_name_only(tmp_path):
+    for name in (
+        "m-1-p-0.s",
+        "m-1-p-12.s",
+        "m-11-p-0.s",
+        "m-1-p-0.s.bak",
+        "config.json",
+        "m-1-p-x.s",
+    ):
+        (tmp_path / name).touch()
+    found = parts.stale_parts(tmp_path, lambda part: f"m-1-p-{part}.s", {"m-1-p-0.s"})
+    assert [path.name for path in found] == ["m-1-p-12.s"]
+
+
+def _manifest(**changes):
+    fields = {
+        "written_by": {"vllm": "0.32.0"},
+        "binding": {"world": {"tensor_parallel_size": 1}},
+        "tied_word_embeddings": False,
+        "ranks": [RankEntry(0, files={"a.safetensors": 8})],
+    }
+    return Manifest(**(fields | changes))
+
+
+def test_a_manifest_comes_back_and_none_is_none(tmp_path):
+    assert manifest.read(tmp_path) is None
+    manifest.write(tmp_path, _manifest())
+    assert manifest.read(tmp_path) == _manifest()
+    assert [path.name for path in tmp_path.iterdir()] == [manifest.FILE_NAME]
+
+
+def test_any_changed_byte_of_a_manifest_is_refused(tmp_path):
+    manifest.write(tmp_path, _manifest())
+    path = tmp_path / manifest.FILE_NAME
+    text = path.read_bytes()
+    for position, byte in enumerate(text):
+        if chr(byte).isspace():
+            continue  # white space between tokens is no content
+        path.write_bytes(text[:position] + bytes([byte ^ 1]) + text[position + 1 :])
+        with pytest.raises(ManifestError, match=manifest.FILE_NAME):
+            manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "a/b", "..", ".", "", "a\0b", "a\\b"])
+def test_file_names_that_lead_out_of_the_directory_are_refused(tmp_path, name):
+    manifest.write(tmp_path, _manifest(ranks=[RankEntry(0, files={name: 1})]))
+    with pytest.raises(ManifestError, match="plain file name"):
+        manifest.read(tmp_path)
+
+
+def test_an_unfinished_save_and_a_newer_version_are_refused(tmp_path):
+    manifest.mark_unfinished(tmp_path)
+    with pytest.raises(ManifestError, match="did not finish"):
+        manifest.read(tmp_path)
+    data = {"format": manifest.FORMAT, "version": manifest.VERSION + 1}
+    (tmp_path / manifest.FILE_NAME).write_text(json.dumps(data))
+    with pytest.raises(ManifestError, match=f"version {manifest.VERSION + 1} is not"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [1, 100_000])
+def test_json_that_is_no_manifest_is_refused(tmp_path, depth):
+    (tmp_path / manifest.FILE_NAME).write_text("[" * depth + "]" * depth)
+    with pytest.raises(ManifestError):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        0,
+        -7,
+        2**60,
+        "text",
+        0.1,
+        -0.0,
+        math.inf,
+        -math.inf,
+        5e-324,
+        {1, "a"},
+        frozenset(),
+    ],
+)
+def test_values_come_back_as_they_were(value):
+    back = plain.decode(json.loads(json.dumps(plain.encode(value))))
+    assert plain.equal(back, value)
+    assert type(back) is type(value)
+
+
+def test_nan_and_signed_zero_are_told_apart():
+    assert plain.equal(plain.decode(plain.encode(math.nan)), math.nan)
+    assert not plain.equal(0.0, -0.0)
+    assert not plain.equal(1, 1.0)
+    assert not plain.equal(True, 1)
+
+
+def test_side_files_are_all_but_weights_and_links_are_resolved(tmp_path):
+    source, target, blob = tmp_path / "source", tmp_path / "target", tmp_path / "blob"
+    (source / "sub").mkdir(parents=True)
+    target.mkdir()
+    blob.write_text("linked")
+    (source / "tokenizer.json").symlink_to(blob)
+    for name in ("config.json", "chat_template.jinja", "sub/code.py", "model.safetensors", "x.bin"):
+        (source / name).write_text(name)
+    (source / "model.safetensors.index.json").write_text("{}")
+    sidefiles.copy(source, target)
+    found = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
+    assert found == {"config.json", "chat_template.jinja", "sub/code.py", "tokenizer.json"}
+    assert not (target / "tokenizer.json").is_symlink()
+    digest = hashlib.sha256((target / "tokenizer.json").read_bytes()).hexdigest()
+    assert digest == hashlib.sha256(b"linked").hexdigest()
