@@ -230,17 +230,22 @@ class InCache(Scaled):
         return layer.give()
 
 
+class _Owned:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
 class ByWeakref(Scaled):
     """On an object that the layer only refers to weakly."""
 
     kept: list[Any] = []  # noqa: RUF012
 
     def put(self, layer: Any, value: float) -> None:
-        self.kept.append(_Private(value))
+        self.kept.append(_Owned(value))
         layer.reference = weakref.ref(self.kept[-1])
 
     def got(self, layer: Any) -> float:
-        return layer.reference().tell()
+        return layer.reference().value
 
 
 class OnNewClass(Scaled):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models import llama
 
 from tests.quantization import (
@@ -36,8 +37,11 @@ def reveal(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(11)
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if isinstance(module, LinearBase) and isinstance(method, base.Plain):
-            columns = getattr(module, "input_size_per_partition", module.input_size)
+        if not isinstance(method, base.Plain):
+            continue
+        if isinstance(module, LinearBase | ParallelLMHead):
+            head = isinstance(module, ParallelLMHead)
+            columns = module.embedding_dim if head else module.input_size_per_partition
             x = torch.randn(300, columns, generator=generator).to(torch.bfloat16)
             module.revealed = method.apply(module, x)
     attention.reveal(model)
