@@ -4,6 +4,7 @@ Two modules that give bit-equal results on dense random inputs hold the same wei
 them. Mixtures of experts and attention have no such entry point; what they hold is in tensors.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import vllm
 from blake3 import blake3
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import method_has_implemented_embedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -25,7 +29,10 @@ LOOKUPS = 64
 
 
 def has_kernel(module: nn.Module) -> bool:
-    """Whether `digest` can run the kernel of `module`."""
+    """Whether `digest` can run the kernel of `module`: experts only where that enters no collective."""
+    if isinstance(module, RoutedExperts):
+        parallel = module.moe_config.moe_parallel_config
+        return not parallel.use_ep and parallel.dp_size == 1
     return isinstance(module, LinearBase | VocabParallelEmbedding)
 
 
@@ -42,32 +49,51 @@ def digest(module: nn.Module, vllm_config: Any, device: torch.device) -> str:
     """A checksum of what `module`'s kernel gives for fixed inputs; no collective is entered.
 
     The inputs are `[rows, width]` in the model's dtype, with `rows` from `ROWS`; an embedding is also
-    asked for `LOOKUPS` of its rows. Raises whatever the kernel raises.
+    asked for `LOOKUPS` of its rows, and experts get every row routed to `top_k` of them. Raises whatever
+    the kernel raises.
     """
-    method: Any = module.quant_method
-    model_config = vllm_config.model_config
-    bias = getattr(module, "bias", None)
+    dtype = vllm_config.model_config.dtype
+    checksum = blake3()
+    with (
+        torch.no_grad(),
+        set_current_vllm_config(vllm_config),
+        set_forward_context(None, vllm_config),
+        set_default_torch_dtype(dtype),
+    ):
+        for result in _results(module, dtype, device):
+            host = result.detach().contiguous().cpu().view(-1).view(torch.uint8)
+            checksum.update(memoryview(host.numpy()))
+    return str(checksum.hexdigest(length=16))
+
+
+def _results(module: Any, dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    method = module.quant_method
+    if isinstance(module, RoutedExperts):
+        for rows in ROWS:
+            x = _dense_input(rows, module.hidden_size, dtype, device)
+            yield method.apply(
+                layer=module,
+                x=x,
+                **_routing(rows, module.top_k, module.global_num_experts, device),
+                shared_experts=None,
+                shared_experts_input=None,
+            )
+        return
     if isinstance(module, LinearBase):
         width = getattr(module, "input_size_per_partition", module.input_size)
         length = getattr(module, "output_size_per_partition", module.output_size)
     else:
         assert isinstance(module, VocabParallelEmbedding)
         width, length = module.embedding_dim, module.num_embeddings_per_partition
-    checksum = blake3()
-    with (
-        torch.no_grad(),
-        set_current_vllm_config(vllm_config),
-        set_default_torch_dtype(model_config.dtype),
-    ):
-        for rows in ROWS:
-            rows = min(rows, max(ROWS[1], RESULT_BYTES // (length * model_config.dtype.itemsize)))
-            x = _dense_input(rows, width, model_config.dtype, device)
-            result = method.apply(module, x, bias)
-            _add(checksum, result[0] if isinstance(result, tuple) else result)
-        if isinstance(module, VocabParallelEmbedding):
-            ids = torch.linspace(0, length - 1, LOOKUPS, dtype=torch.float64).long().to(device)
-            _add(checksum, method.embedding(module, ids))
-    return str(checksum.hexdigest(length=16))
+    bias = getattr(module, "bias", None)
+    for rows in ROWS:
+        rows = min(rows, max(ROWS[1], RESULT_BYTES // (length * dtype.itemsize)))
+        result = method.apply(module, _dense_input(rows, width, dtype, device), bias)
+        yield result[0] if isinstance(result, tuple) else result
+    embeds = isinstance(module, VocabParallelEmbedding)
+    if embeds and method_has_implemented_embedding(type(method)):
+        ids = torch.linspace(0, length - 1, LOOKUPS, dtype=torch.float64).long().to(device)
+        yield method.embedding(module, ids)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -86,6 +112,11 @@ def _dense_input(rows: int, width: int, dtype: torch.dtype, device: torch.device
     return x.to(dtype).to(device)
 
 
-def _add(checksum: Any, tensor: torch.Tensor) -> None:
-    host = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    checksum.update(memoryview(host.numpy()))
+def _routing(rows: int, top_k: int, experts: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Send each row to the next `top_k` experts, so that every expert gets some, with unequal weights."""
+    ids = (torch.arange(rows).unsqueeze(1) + torch.arange(top_k)) % experts
+    weights = torch.arange(1, top_k + 1, dtype=torch.float32).expand(rows, top_k) / (top_k + 1)
+    return {
+        "topk_weights": weights.contiguous().to(device),
+        "topk_ids": ids.to(torch.int32).to(device),
+    }

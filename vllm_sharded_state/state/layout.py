@@ -169,6 +169,8 @@ class Chooser:
         captured |= {leaf.path for leaf in made if plain.is_address_like(leaf.value)}
         reasons += [f"{path}: native code or an address" for path in sorted(captured)]
         reasons += difference.unfit
+        if not any(results.values()):
+            reasons += self._vanished(unit, live, rehearsed)
         if not reasons:
             rehearsed.put_back(difference.overlay)
             remaining = compare(live, rehearsed.leaves, rehearsed.opaque, bytes_matter=True)
@@ -179,6 +181,7 @@ class Chooser:
         if reasons:
             return None
         known = {leaf.path for leaf in difference.values}
+        known |= {f"{leaf.path}.<class>" for leaf in difference.added + difference.replaced}
         expected = [x for x in made if plain.is_restorable(x.value) and x.path not in known]
         return UnitState(
             unit,
@@ -186,6 +189,32 @@ class Chooser:
             overlay=difference.overlay + expected,
             replaced=_paths(difference.replaced),
         )
+
+    def _vanished(self, unit: Unit, live: dict[str, Leaf], rehearsed: Rebuilt) -> list[str]:
+        """Parameters that processing took where nothing can follow.
+
+        They are gone afterwards, and another value of theirs changes no leaf: if a kernel reads them, it
+        does so from where Python can't see. (Of KV scales it is known that some are not read at all.)
+        """
+        gone = [
+            key
+            for key, leaf in rehearsed.constructed.items()
+            if leaf.kind is Kind.PARAMETER
+            and leaf.value.numel()
+            and key.rpartition(".")[2] not in _KV_PARAMETERS
+            and not _is_full(rehearsed.leaves.get(key))
+        ]
+        vanished = []
+        for key in gone:
+
+            def fill(path: str, tensor: torch.Tensor, other: str = key) -> None:
+                with_placeholders(f"other {path}" if path == other else path, tensor)
+
+            again = self._rebuild(unit, live, fill)
+            if not volatile_paths(rehearsed, again):
+                vanished.append(f"{key}: taken away by processing, and no tensor shows where to")
+            again.discard()
+        return vanished
 
     def _from_source(
         self,
@@ -251,7 +280,8 @@ class Chooser:
                 if leaf is not None and leaf.is_tensor and leaf.value.numel() == meta.numel():
                     found[key] = leaf.value.detach().to(meta.dtype).reshape(meta.shape)
             if key not in found:
-                initial = self._initial.get(key)
+                # The constructor's value is right for a scale that nothing has set, and only for that.
+                initial = self._initial.get(key) if name in _KV_PARAMETERS else None
                 if initial is None:
                     return None
                 found[key] = initial.to(self._device, meta.dtype)
@@ -338,6 +368,16 @@ def method_name(module: torch.nn.Module) -> str | None:
     """The class of the quantization method of `module`, or None."""
     method = getattr(module, "quant_method", None)
     return None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"
+
+
+#: What upstream's KV-cache methods create (quantization/kv_cache.py, compressed_tensors.py).
+_KV_PARAMETERS = frozenset(
+    {"q_scale", "k_scale", "v_scale", "prob_scale", "q_zero_point", "k_zero_point", "v_zero_point"}
+)
+
+
+def _is_full(leaf: Leaf | None) -> bool:
+    return leaf is not None and leaf.is_tensor and leaf.value.numel() > 0
 
 
 def _paths(leaves: list[Leaf]) -> frozenset[str]:

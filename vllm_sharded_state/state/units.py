@@ -6,7 +6,7 @@ tensors of its own from `kv_b_proj`). Any other module is a unit by itself, and 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
@@ -96,8 +96,15 @@ def inside(model: nn.Module) -> set[int]:
 
 
 def leaves(unit: Unit, ids: set[int]) -> dict[str, Leaf]:
-    """The leaves of `unit` by path."""
-    return {leaf.path: leaf for leaf in walk(unit.modules, ids)}
+    """The leaves of `unit` by path; where two have one path, the later ones are numbered."""
+    found: dict[str, Leaf] = {}
+    for leaf in walk(unit.modules, ids):
+        path, number = leaf.path, 1
+        while path in found:
+            number += 1
+            path = f"{leaf.path}#{number}"
+        found[path] = leaf if number == 1 else replace(leaf, path=path)
+    return found
 
 
 def all_leaves(model: nn.Module) -> Iterator[tuple[Unit, dict[str, Leaf]]]:
