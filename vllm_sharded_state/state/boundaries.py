@@ -9,7 +9,6 @@ import logging
 import re
 import threading
 import types
-import weakref
 from collections import OrderedDict, defaultdict, deque
 
 import torch
@@ -92,7 +91,6 @@ INERT_TYPES = (
     type(threading.Lock()),
     type(threading.RLock()),
     logging.Logger,
-    weakref.ref,
     torch.device,
     torch.Generator,
     torch.finfo,

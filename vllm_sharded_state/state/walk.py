@@ -9,6 +9,7 @@ bound methods. It does not enter other modules of the model (each is walked for 
 import copy
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -170,6 +171,9 @@ class _Visitor:
     ) -> Iterator[Leaf]:
         if isinstance(value, types.FunctionType):
             yield from self._function(path, value, depth)
+            return
+        if isinstance(value, weakref.ref):
+            yield from self._visit(f"{path}()", value(), None, depth)
             return
         if isinstance(value, types.MethodType):
             yield from self._visit(f"{path}.__self__", value.__self__, None, depth)
