@@ -7,6 +7,7 @@ import pytest
 from tests.support import edit
 from tests.support.batch import run_batch
 from tests.support.lab import WITH_OURS, Result, Zoo, explain, sharded
+from tests.support.snapshot import differences
 from tests.zoo.decoders import llama
 from tests.zoo.kinds import PACKED, TENSORS
 
@@ -71,9 +72,20 @@ def test_a_place_that_is_no_directory_is_refused(faults: Faults, name: str) -> N
     _said(faults.saves[name], str(faults.root / "file"))
 
 
-@pytest.mark.parametrize(
-    ("name", "directory"), [("full", "full"), ("full later", "later"), ("over it, full", "over")]
-)
+def test_an_earlier_checkpoint_outlives_a_save_over_it_that_fails(faults: Faults) -> None:
+    """Of what it was, all is there; of the other model, nothing."""
+    _said(faults.saves["over it, full"], str(faults.root / "over"))
+    complete = faults.saves["complete"]
+    assert complete["error"] is None, explain(complete)
+    load = faults.loads["over"]
+    assert load["error"] is None, explain(load)
+    assert differences(load["snapshot"], complete["snapshot"]) == []
+    listed = set(edit.read_manifest(faults.root / "over")["ranks"][0]["files"])
+    found = {path.name for path in (faults.root / "over").iterdir() if "safetensors" in path.name}
+    assert found == listed, "the save that failed left files of its own"
+
+
+@pytest.mark.parametrize(("name", "directory"), [("full", "full"), ("full later", "later")])
 def test_a_full_disk_is_told_and_leaves_nothing_that_loads(
     faults: Faults, name: str, directory: str
 ) -> None:
