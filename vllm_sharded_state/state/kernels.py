@@ -4,7 +4,7 @@ Two modules that give bit-equal results on dense random inputs hold the same wei
 them. Mixtures of experts and attention have no such entry point; what they hold is in tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from blake3 import blake3
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import method_has_implemented_embedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+logger = init_logger("vllm.sharded_state.kernels")
 
 #: Rows of the fixed inputs: kernels choose other paths for one token, a few, and many.
 ROWS = (1, 4, 320)
@@ -43,6 +46,21 @@ def environment(device: torch.device) -> str:
         amx = torch.cpu._is_amx_tile_supported()
         parts += [torch.backends.cpu.get_cpu_capability(), f"amx {amx}", torch.get_num_threads()]
     return ", ".join(map(str, parts))
+
+
+def results(
+    modules: Mapping[str, nn.Module], vllm_config: Any, device: torch.device
+) -> dict[str, str | None]:
+    """The `digest` of each module that has a kernel; None for one that can't be run like this."""
+    found: dict[str, str | None] = {}
+    for name, module in modules.items():
+        if has_kernel(module):
+            try:
+                found[name] = digest(module, vllm_config, device)
+            except Exception as error:  # noqa: BLE001 - a kernel may refuse an input in any way
+                logger.debug("the kernel of %s can't be run by itself: %s", name, error)
+                found[name] = None
+    return found
 
 
 def digest(module: nn.Module, vllm_config: Any, device: torch.device) -> str:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from vllm.logger import init_logger
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from vllm_sharded_state.errors import (
     NoSourceError,
@@ -20,13 +18,12 @@ from vllm_sharded_state.errors import (
 )
 
 from . import kernels, plain
-from .compare import Difference, compare, same_form
+from .candidates import KV_PARAMETERS, kv_scales, unchanged
+from .compare import Difference, compare
 from .rebuild import Fill, Rebuilt, opaque_paths, rebuild, volatile_paths, with_placeholders
 from .twin import TwinPool, source_parameters
 from .units import Unit
 from .walk import Kind, Leaf
-
-logger = init_logger("vllm.sharded_state.layout")
 
 
 class Source(Protocol):
@@ -97,9 +94,13 @@ class Chooser:
             return self._unprocessed(unit, live)
         method = method_name(self._pool.unused(unit.name).units[unit.name].root)
         # Before anything is tried: processing a copy could change what the live module reads.
-        results = self._kernel_results(unit)
+        results = kernels.results(unit.modules, self._config, self._device)
         state = self._processed(unit, live, results)
-        changed = [n for n, result in self._kernel_results(unit).items() if result != results[n]]
+        changed = [
+            n
+            for n, result in kernels.results(unit.modules, self._config, self._device).items()
+            if result != results[n]
+        ]
         if changed:
             raise NotRepresentableError(
                 "Processing a copy of a module changed what the live one computes, so they share state "
@@ -201,7 +202,7 @@ class Chooser:
             for key, leaf in rehearsed.constructed.items()
             if leaf.kind is Kind.PARAMETER
             and leaf.value.numel()
-            and key.rpartition(".")[2] not in _KV_PARAMETERS
+            and key.rpartition(".")[2] not in KV_PARAMETERS
             and not _is_full(rehearsed.leaves.get(key))
         ]
         vanished = []
@@ -224,8 +225,9 @@ class Chooser:
         reasons: list[str],
     ) -> UnitState:
         fallback: UnitState | None = None
-        for candidate in (self._unchanged, self._kv_scales):
-            tensors = candidate(unit, live)
+        declared = source_parameters(self._pool.unused(unit.name).units[unit.name])
+        candidates = (unchanged(declared, live), kv_scales(unit, declared, live, self._initial))
+        for tensors in candidates:
             state = tensors and self._prove(unit, live, results, tensors, {}, [])
             if state and state.is_whole_in_source:
                 return state
@@ -254,38 +256,6 @@ class Chooser:
             "If its weights changed since they were loaded, start the engine from a checkpoint that "
             "holds the new ones, and save from there."
         )
-
-    def _unchanged(self, unit: Unit, live: dict[str, Leaf]) -> dict[str, torch.Tensor] | None:
-        """The live tensors, where each source tensor still is there in its form."""
-        twin = self._pool.unused(unit.name)
-        found: dict[str, torch.Tensor] = {}
-        for key, meta in source_parameters(twin.units[unit.name]).items():
-            leaf = live.get(key)
-            if leaf is None or not leaf.is_tensor or not same_form(leaf.value, meta):
-                return None
-            found[key] = leaf.value
-        return found
-
-    def _kv_scales(self, unit: Unit, live: dict[str, Leaf]) -> dict[str, torch.Tensor] | None:
-        """For KV-cache methods: the scale parameters, taken from the buffers made of them."""
-        method = getattr(unit.root, "quant_method", None)
-        if not isinstance(method, BaseKVCacheMethod):
-            return None
-        twin = self._pool.unused(unit.name)
-        found: dict[str, torch.Tensor] = {}
-        for key, meta in source_parameters(twin.units[unit.name]).items():
-            owner, _, name = key.rpartition(".")
-            for path in (key, f"{owner}._{name}".removeprefix(".")):
-                leaf = live.get(path)
-                if leaf is not None and leaf.is_tensor and leaf.value.numel() == meta.numel():
-                    found[key] = leaf.value.detach().to(meta.dtype).reshape(meta.shape)
-            if key not in found:
-                # The constructor's value is right for a scale that nothing has set, and only for that.
-                initial = self._initial.get(key) if name in _KV_PARAMETERS else None
-                if initial is None:
-                    return None
-                found[key] = initial.to(self._device, meta.dtype)
-        return found
 
     def _prove(
         self,
@@ -343,20 +313,8 @@ class Chooser:
         constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
         return rebuild(self._pool, unit.name, self._device, fill, constants, before)
 
-    def _kernel_results(self, unit: Unit) -> dict[str, str | None]:
-        """Checksums by module; None for a kernel that can't be run like this."""
-        results: dict[str, str | None] = {}
-        for name, module in unit.modules.items():
-            if kernels.has_kernel(module):
-                try:
-                    results[name] = kernels.digest(module, self._config, self._device)
-                except Exception as error:  # noqa: BLE001 - a kernel may refuse an input in any way
-                    logger.debug("the kernel of %s can't be run by itself: %s", name, error)
-                    results[name] = None
-        return results
-
     def _kernel_mismatches(self, results: dict[str, str | None], other: Rebuilt) -> list[str]:
-        rebuilt = self._kernel_results(other.unit)
+        rebuilt = kernels.results(other.unit.modules, self._config, self._device)
         return [
             f"{name}: its kernel gives another result"
             for name, result in results.items()
@@ -368,12 +326,6 @@ def method_name(module: torch.nn.Module) -> str | None:
     """The class of the quantization method of `module`, or None."""
     method = getattr(module, "quant_method", None)
     return None if method is None else f"{type(method).__module__}.{type(method).__qualname__}"
-
-
-#: What upstream's KV-cache methods create (quantization/kv_cache.py, compressed_tensors.py).
-_KV_PARAMETERS = frozenset(
-    {"q_scale", "k_scale", "v_scale", "prob_scale", "q_zero_point", "k_zero_point", "v_zero_point"}
-)
 
 
 def _is_full(leaf: Leaf | None) -> bool:
