@@ -16,6 +16,7 @@ lint)
   "$python" -m ruff check .
   "$python" -m ruff format --check .
   "$python" -m mypy
+  "$python" -m mkdocs build --strict --quiet --site-dir .cache/site
   ;;
 *)
   echo "task.sh: no task '$task'; there are demo, test, test-all, lint" >&2
