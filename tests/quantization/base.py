@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import (
@@ -26,6 +27,8 @@ NAME = "vss_methods"
 #: Makes the method of one linear layer, from the config and the layer's name.
 Maker = Callable[["MethodsConfig", str], QuantizeMethodBase]
 METHODS: dict[str, Maker] = {}
+#: Makes the method of fused experts, from their config.
+EXPERTS_METHODS: dict[str, Callable[[Any], QuantizeMethodBase]] = {}
 #: The same for the head.
 HEAD_METHODS: dict[str, Maker] = {}
 #: The same for attention layers, where a method has something to do there.
@@ -73,6 +76,8 @@ class MethodsConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm.model_executor.layers.attention import Attention
 
+        if isinstance(layer, RoutedExperts) and self.chosen in EXPERTS_METHODS:
+            return EXPERTS_METHODS[self.chosen](layer.moe_config)
         if isinstance(layer, ParallelLMHead) and self.chosen in HEAD_METHODS:
             return HEAD_METHODS[self.chosen](self, prefix)
         if isinstance(layer, LinearBase):

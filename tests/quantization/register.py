@@ -13,6 +13,7 @@ from vllm.model_executor.models import llama
 from tests.quantization import (
     attention,
     base,
+    experts,
     head,
     hidden,
     in_python,
@@ -23,7 +24,7 @@ from tests.quantization import (
 from tests.quantization.table import TABLE
 from tests.zoo.mutations import MUTATIONS
 
-assert {llama, attention, head, hidden, in_python, in_tensors, loaders, scattered}
+assert {llama, attention, experts, head, hidden, in_python, in_tensors, loaders, scattered}
 _listed = {*TABLE, "scattered"}
 assert base.METHODS.keys() == _listed, sorted(base.METHODS.keys() ^ _listed)
 base.enter()

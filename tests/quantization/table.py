@@ -125,6 +125,10 @@ TABLE: dict[str, Expected] = {
     "clamps": ALWAYS,
     "number_if_negative": ALWAYS,
     "lazy": SOURCE_FIRST,
+    # experts
+    "experts_number": ALWAYS,
+    "experts_by_id": SOURCE_ONLY,
+    "experts_by_name": ANY,
     # head
     "head_packed": ALWAYS,
     "head_by_id": SOURCE_ONLY,

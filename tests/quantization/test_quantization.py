@@ -51,7 +51,13 @@ SOURCE = [pytest.param(name(case), marks=_marks(case, None)) for case in CASES]
 #: The modules that the methods apply to: a refusal has to name one of them.
 LAYERS = tuple(
     f"model.layers.0.{part}"
-    for part in ("self_attn.qkv_proj", "self_attn.o_proj", "self_attn.attn", "mlp.gate_up_proj")
+    for part in (
+        "self_attn.qkv_proj",
+        "self_attn.o_proj",
+        "self_attn.attn",
+        "mlp.gate_up_proj",
+        "block_sparse_moe",
+    )
 )
 REFUSALS = {"NotRepresentableError", "StaleSourceError", "NoSourceError"}
 
