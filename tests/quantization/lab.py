@@ -119,6 +119,15 @@ class MethodsLab:
         ]
         return self._run(jobs, WAYS_ONLY)
 
+    @cached_property
+    def tries(self) -> dict[str, Result]:
+        """By "case.layout": our plugin loads the original, tries to save it, and looks at it then."""
+        jobs = [
+            self.job(case, id=f"{case}.{layout}", layout=layout, mutate="try_to_save")
+            for case, layout in self._saved
+        ]
+        return self._run(jobs, WITH_OURS)
+
     def job(self, case: str, **more: Any) -> Job:
         settings: dict[str, Any] = {
             "id": case,

@@ -1,13 +1,16 @@
 """Imported by a batch process (`Job.register`): registers every method of these tests with vLLM."""
 
 import atexit
+import contextlib
 import gc
+import tempfile
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import ShardedStateLoader
 from vllm.model_executor.models import llama
 
 from tests.quantization import (
@@ -23,6 +26,7 @@ from tests.quantization import (
 )
 from tests.quantization.table import TABLE
 from tests.zoo.mutations import MUTATIONS
+from vllm_sharded_state.errors import ShardedStateError
 
 assert {llama, attention, experts, head, hidden, in_python, in_tensors, loaders, scattered}
 _listed = {*TABLE, "scattered"}
@@ -48,4 +52,11 @@ def reveal(model: nn.Module) -> None:
     attention.reveal(model)
 
 
+def try_to_save(model: nn.Module) -> None:
+    """Save, in the layout of `VSS_LAYOUT`, whether or not that is refused, and throw it away."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(ShardedStateError):
+        ShardedStateLoader.save_model(model, directory)
+
+
 MUTATIONS["reveal_methods"] = reveal
+MUTATIONS["try_to_save"] = try_to_save

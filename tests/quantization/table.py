@@ -215,3 +215,5 @@ AGAIN = (
     "strided",
     "normalized",
 )
+#: Methods that process-wide registries would confuse with their twins.
+BY_NAME = ("by_name", "copy_by_name", "on_class", "experts_by_name")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.quantization.lab import MethodsLab
-from tests.quantization.table import AGAIN, DEEPER, SOURCE_ONLY, TABLE
+from tests.quantization.table import AGAIN, BY_NAME, DEEPER, LAYOUTS, SOURCE_ONLY, TABLE
 from tests.quantization.test_quantization import wrong
 from tests.support import edit
 from tests.support.batch import Job, run_batch
@@ -96,6 +96,23 @@ def _flip(key: str) -> Callable[[edit.Tensors], None]:
         raw[len(raw) // 2] ^= 1  # the least bit of a byte in the middle
 
     return change
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> MethodsLab:
+    pairs = [(f"{method}-0", layout) for method in BY_NAME for layout in LAYOUTS]
+    return MethodsLab(tmp_path_factory.mktemp("tried"), pairs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", BY_NAME)
+def test_a_save_harms_no_live_registry(tried: MethodsLab, method: str, layout: str) -> None:
+    """Whether or not the save was refused, the live model goes on computing what it did."""
+    after = tried.tries[f"{method}-0.{layout}"]
+    assert after["error"] is None, explain(after)
+    kernels = tried.references[f"{method}-0"]["snapshot"]["kernels"]
+    assert kernels
+    assert after["snapshot"]["kernels"] == kernels
 
 
 @pytest.fixture(scope="module")
