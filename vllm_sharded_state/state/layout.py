@@ -4,11 +4,12 @@ Nothing is assumed about a quantization method. What a load would do is tried ou
 unit, and compared with the live one: structure, bytes, Python values, and the kernel's results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_sharded_state.errors import (
     NoSourceError,
@@ -24,6 +25,11 @@ from .rebuild import Fill, Rebuilt, opaque_paths, rebuild, volatile_paths, with_
 from .twin import TwinPool, source_parameters
 from .units import Unit
 from .walk import Kind, Leaf
+
+logger = init_logger("vllm.sharded_state.layout")
+
+#: Source tensors by `state_dict()` key.
+Tensors = dict[str, torch.Tensor]
 
 
 class Source(Protocol):
@@ -95,20 +101,56 @@ class Chooser:
         method = method_name(self._pool.unused(unit.name).units[unit.name].root)
         # Before anything is tried: processing a copy could change what the live module reads.
         results = kernels.results(unit.modules, self._config, self._device)
-        state = self._processed(unit, live, results)
-        changed = [
-            n
-            for n, result in kernels.results(unit.modules, self._config, self._device).items()
-            if result != results[n]
-        ]
-        if changed:
-            raise NotRepresentableError(
-                "Processing a copy of a module changed what the live one computes, so they share state "
-                f"outside of both; this engine should not go on:\n{listed(changed)}"
-            )
+        try:
+            state = self._processed(unit, live, results)
+        finally:
+            self._mend(unit, live, results)
         state.method = method
         state.kernels = {name: result for name, result in results.items() if result is not None}
         return state
+
+    def _mend(self, unit: Unit, live: dict[str, Leaf], results: dict[str, str | None]) -> None:
+        """See that the live module computes what it did before its copies were processed.
+
+        A method that keeps weights in a registry by name has overwritten them with those of a copy; then
+        a copy with the right ones is processed. Raises `NotRepresentableError` when that is no help.
+        """
+        if self._unharmed(unit, results):
+            return
+        for tensors in self._sources(unit, live):
+
+            def fill(key: str, place: torch.Tensor, tensors: Tensors = tensors) -> None:
+                place.data.copy_(tensors[key])
+
+            try:
+                self._rebuild(unit, live, fill).discard()
+            except Exception as error:  # noqa: BLE001 - any method may refuse the tensors, in any way
+                logger.debug("a copy of %s can't be processed: %s", unit.name, error)
+            if self._unharmed(unit, results):
+                return
+        raise NotRepresentableError(
+            f"Processing a copy of {_title(unit)} changed what the live one computes, so they share "
+            "state outside of both. It can't be saved; start the engine anew before using it."
+        )
+
+    def _unharmed(self, unit: Unit, results: dict[str, str | None]) -> bool:
+        return kernels.results(unit.modules, self._config, self._device) == results
+
+    def _sources(self, unit: Unit, live: dict[str, Leaf]) -> Iterator[Tensors]:
+        """Source tensors of `unit`, the cheapest to have first."""
+        declared = source_parameters(self._pool.unused(unit.name).units[unit.name])
+        for tensors in (unchanged(declared, live), kv_scales(unit, declared, live, self._initial)):
+            if tensors is not None:
+                yield tensors
+        try:
+            yield self._reader().read(unit.name, self._device)[0]
+        except NoSourceError as error:
+            logger.debug("%s can't be read again: %s", unit.name, error)
+
+    def _reader(self) -> Source:
+        if self._source is None:
+            self._source = self._open_source()
+        return self._source
 
     def _processed(
         self, unit: Unit, live: dict[str, Leaf], results: dict[str, str | None]
@@ -233,10 +275,8 @@ class Chooser:
                 return state
             fallback = fallback or state or None
         try:
-            if self._source is None:
-                self._source = self._open_source()
-            tensors, incomplete = self._source.read(unit.name, self._device)
-            before = self._source.side_effects(unit.name)
+            tensors, incomplete = self._reader().read(unit.name, self._device)
+            before = self._reader().side_effects(unit.name)
         except NoSourceError as error:
             if fallback is not None:
                 return fallback
