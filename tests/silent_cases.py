@@ -34,11 +34,11 @@ class Case:
 
 
 def scale_key(directory: Path) -> str:
-    """The key of a key scale of layer 1, whatever the layout calls it."""
-    for path in sorted(directory.glob("*.safetensors")):
-        for key in sorted(load_file(path)):
-            if key.startswith("model.layers.1.") and key.endswith("k_scale"):
-                return key
+    """The key of layer 1's key scale: the parameter where the layout has it, else the buffer."""
+    keys = [key for path in directory.glob("*.safetensors") for key in load_file(path)]
+    for name in ("k_scale", "_k_scale"):
+        if (key := f"model.layers.1.self_attn.attn.{name}") in keys:
+            return key
     raise KeyError("k_scale of layer 1")
 
 
