@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.utils import weights_already_processed
 
+from .state.kv_scales import SCALE_BUFFERS
 from .state.units import Unit
 from .state.walk import join
 
@@ -55,7 +56,7 @@ def adopt(unit: Unit, saved: Mapping[str, torch.Tensor]) -> None:
     name, each a scalar, `[1]` or `[num_kv_heads]` in float32.
     """
     layer = unit.root
-    for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+    for name in SCALE_BUFFERS:
         scale = saved.get(join(unit.name, name))
         current = getattr(layer, name, None)
         if scale is not None and isinstance(current, torch.Tensor):

@@ -20,6 +20,7 @@ from .faults import Faults
 from .options import Options
 from .state import kernels, placeholders, plain, units
 from .state.kernels import same_bits
+from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
 from .state.layout import method_name
 from .state.twin import source_parameters
 from .state.units import Unit
@@ -38,7 +39,7 @@ class Restorer:
         self._entry = entry
         self._reader = reader
         self._strict = options.strict
-        self._defaulted: list[str] = []
+        self._defaulted: dict[str, float] = {}
         self._early = self._by_path("source")
         self._late = self._by_path("runtime")
         self._check_files()
@@ -116,6 +117,7 @@ class Restorer:
         for _, leaves in leaves_by_unit:
             self._set_values(leaves, "runtime")
         self._add_values(modules, {path for _, leaves in leaves_by_unit for path in leaves})
+        self._mirror_defaults(modules)
         self._check_kernels(modules, vllm_config)
         self._warn_defaults()
 
@@ -223,7 +225,7 @@ class Restorer:
         """The stated value of a missing tensor under `strict=false`: zeros, or 1.0 for a scale."""
         value = 1.0 if "scale" in path.rpartition(".")[2] else 0.0
         tensor.data.copy_(torch.full((), value, device=tensor.device).to(tensor.dtype))
-        self._defaulted.append(f"{path} = {value}")
+        self._defaulted[path] = value
 
     def _set_values(self, leaves: dict[str, Leaf], stage: str) -> None:
         for name, entry in self._entry.values.items():
@@ -294,11 +296,18 @@ class Restorer:
                 "Some of their state lies where it can't be seen. Load the model's own checkpoint."
             )
 
+    def _mirror_defaults(self, modules: dict[str, nn.Module]) -> None:
+        """A KV scale that was given a value has mirrors on the host, which were saved for another one."""
+        for path in self._defaulted:
+            owner, _, name = path.rpartition(".")
+            if name in SCALE_BUFFERS and owner in modules:
+                adopt_loaded_scales(modules[owner])
+
     def _warn_defaults(self) -> None:
         if self._defaulted:
             logger.warning(
                 "%d tensors are missing in %s and were given values (strict is false):\n%s",
                 len(self._defaulted),
                 self._directory,
-                "\n".join(f"  {text}" for text in sorted(self._defaulted)),
+                "\n".join(f"  {path} = {value}" for path, value in sorted(self._defaulted.items())),
             )

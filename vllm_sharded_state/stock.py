@@ -27,7 +27,7 @@ from .errors import (
 from .options import Options
 from .state import placeholders, units
 from .state.kernels import same_bits
-from .state.kv_scales import adopt_loaded_scales
+from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
 from .state.rehearsal import Rehearsal, rehearse
 from .state.twin import TwinPool, source_parameters
 from .state.units import Unit
@@ -243,7 +243,7 @@ def _owner(key: str) -> str:
 
 
 def _is_scale(path: str) -> bool:
-    return path.rpartition(".")[2] in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+    return path.rpartition(".")[2] in SCALE_BUFFERS
 
 
 def _shared_keys(model: nn.Module) -> set[str]:

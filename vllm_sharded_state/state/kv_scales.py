@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 KINDS = ("q", "k", "v", "prob")
+SCALE_BUFFERS = tuple(f"_{kind}_scale" for kind in KINDS)
 KINDS_WITH_HOST_TENSOR = ("k", "v")
 
 
