@@ -15,12 +15,16 @@ from vllm.model_executor.models import llama
 
 from tests.quantization import (
     attention,
+    attention_hidden,
     base,
+    choices,
     experts,
     head,
     hidden,
+    in_numpy,
     in_python,
     in_tensors,
+    linked,
     loaders,
     scattered,
 )
@@ -28,7 +32,21 @@ from tests.quantization.table import TABLE
 from tests.zoo.mutations import MUTATIONS
 from vllm_sharded_state.errors import ShardedStateError
 
-assert {llama, attention, experts, head, hidden, in_python, in_tensors, loaders, scattered}
+assert {
+    llama,
+    attention,
+    attention_hidden,
+    choices,
+    experts,
+    head,
+    hidden,
+    in_numpy,
+    in_python,
+    in_tensors,
+    linked,
+    loaders,
+    scattered,
+}
 _listed = {*TABLE, "scattered"}
 assert base.METHODS.keys() == _listed, sorted(base.METHODS.keys() ^ _listed)
 base.enter()

@@ -12,13 +12,11 @@ Expected = tuple[str, str, str]
 ALWAYS: Expected = (TRIP, TRIP, TRIP)
 #: Only processing the source tensors again can make it.
 SOURCE_ONLY: Expected = (TRIP, REFUSE, TRIP)
-#: Source tensors don't give it: it is what it is.
-RUNTIME_ONLY: Expected = (TRIP, TRIP, REFUSE)
-#: As above; in source layout it may come back if more than the source tensors is saved.
+#: Source tensors alone don't give it; in source layout it may come back if more than the source tensors is saved.
 RUNTIME_FIRST: Expected = (TRIP, TRIP, EITHER)
 #: Source layout holds it; whether runtime layout does as well is the product's choice.
 SOURCE_FIRST: Expected = (TRIP, EITHER, TRIP)
-NOWHERE: Expected = (REFUSE, REFUSE, REFUSE)
+#: Refused today; the product may become able to hold it.
 ANY: Expected = (EITHER, EITHER, EITHER)
 
 TABLE: dict[str, Expected] = {
@@ -35,15 +33,15 @@ TABLE: dict[str, Expected] = {
     "attribute": ALWAYS,
     "alias": ALWAYS,
     "offset": ALWAYS,
-    "arena": RUNTIME_FIRST,  # its source parameters lose the memory that they share
+    "arena": ALWAYS,
     "expanded": SOURCE_FIRST,
     "sparse": SOURCE_FIRST,  # safetensors has no sparse tensors
     "mkldnn": SOURCE_FIRST,
-    "compressed": SOURCE_ONLY,  # sizes follow from the weights
+    "compressed": ALWAYS,  # sizes follow from the weights, yet attributes can be set anew
     "lies": ALWAYS,
     "on_parameter": ALWAYS,
-    "on_buffer": SOURCE_FIRST,
-    "number_on_parameter": SOURCE_FIRST,
+    "on_buffer": ALWAYS,
+    "number_on_parameter": ALWAYS,
     # in_python
     "object": ALWAYS,
     "slots": ALWAYS,
@@ -55,14 +53,14 @@ TABLE: dict[str, Expected] = {
     "list": ALWAYS,
     "tuple": ALWAYS,
     "number_in_tuple": SOURCE_ONLY,
-    "list_with_attribute": SOURCE_FIRST,
+    "list_with_attribute": ALWAYS,
     "words": ALWAYS,
     "enum": SOURCE_ONLY,
     "function_choice": SOURCE_ONLY,
     "class_choice": SOURCE_ONLY,
     "only_if": SOURCE_FIRST,
     "only_if_not": SOURCE_FIRST,
-    "attribute_only_if": SOURCE_FIRST,  # what a load does not create can be set, but shares nothing
+    "attribute_only_if": ALWAYS,
     "closure": ALWAYS,
     "partial": ALWAYS,
     "number_in_partial": ALWAYS,  # keywords lie in a dict
@@ -79,7 +77,7 @@ TABLE: dict[str, Expected] = {
     "normalized": ALWAYS,
     "packed_tuple_of_tensors": ALWAYS,
     "long_chain": SOURCE_FIRST,
-    "quant_method_replaced": ANY,  # another class than the one that a load finds
+    "quant_method_replaced": ALWAYS,
     # hidden
     "handle": SOURCE_ONLY,
     "handle_in_string": SOURCE_ONLY,
@@ -90,13 +88,13 @@ TABLE: dict[str, Expected] = {
     "handle_in_float_buffer": SOURCE_ONLY,
     "handle_in_tuple": ANY,  # neither an address nor replaceable
     "reused_handle": ANY,  # all layers share one registry, which a rehearsal of one of them lacks
-    "by_name": ANY,  # a twin takes the live layer's place in the registry
-    "copy_by_name": ANY,
+    "by_name": SOURCE_FIRST,
+    "copy_by_name": SOURCE_FIRST,
     "by_id": SOURCE_ONLY,
     "copy_by_id": SOURCE_ONLY,
     "wide_copy_by_id": SOURCE_ONLY,
     "by_content": (EITHER, EITHER, TRIP),  # in the process that saves nothing is amiss
-    "on_class": ANY,
+    "on_class": SOURCE_FIRST,
     "on_config": ANY,
     "capsule_on_config": ANY,
     "capsule": SOURCE_ONLY,
@@ -106,57 +104,57 @@ TABLE: dict[str, Expected] = {
     "script_object": SOURCE_ONLY,
     "others_weight": ANY,  # a rehearsal of one layer has no weights of another
     "reads_other": ANY,
-    "scales_other": ANY,
-    "attribute_of_other": ANY,
+    "scales_other": SOURCE_FIRST,
+    "attribute_of_other": SOURCE_FIRST,
     # loaders
     "random": RUNTIME_FIRST,
-    "hash_of_name": RUNTIME_FIRST,
+    "hash_of_name": ALWAYS,
     "hash_of_name_in_tuple": ANY,
     "asserts": SOURCE_FIRST,  # placeholders need not satisfy every assertion
     "loader_takes_notes": SOURCE_FIRST,
     "loader_takes_notes_quietly": ALWAYS,
-    "loader_keeps_sum": RUNTIME_FIRST,  # each time a loader is called again it adds
-    "loader_writes_other": RUNTIME_FIRST,
-    "loader_adds": RUNTIME_FIRST,
+    "loader_keeps_sum": ALWAYS,
+    "loader_writes_other": ALWAYS,
+    "loader_adds": ALWAYS,
     "loader_is_partial": SOURCE_ONLY,
     "padded_with_zeros": SOURCE_ONLY,
     "padded_with_threes": ANY,  # the constructor alone knows the padding
-    "number_from_buffer": RUNTIME_FIRST,
+    "number_from_buffer": ALWAYS,
     "clamps": ALWAYS,
     "number_if_negative": ALWAYS,
-    "lazy": SOURCE_FIRST,
+    "lazy": ALWAYS,
     # experts
     "experts_number": ALWAYS,
     "experts_by_id": SOURCE_ONLY,
-    "experts_by_name": ANY,
+    "experts_by_name": SOURCE_FIRST,
     # head
     "head_packed": ALWAYS,
     "head_by_id": SOURCE_ONLY,
     # attention
-    "attention_number": RUNTIME_FIRST,
-    "attention_object": RUNTIME_FIRST,
+    "attention_number": ALWAYS,
+    "attention_object": ALWAYS,
     "attention_ctypes": ANY,
-    "attention_numpy_scalar": ANY,
-    "attention_decimal": ANY,
-    "attention_bytearray": ANY,
-    "attention_tensor_attribute": ANY,
-    "attention_list_subclass": ANY,
-    "attention_private_slot": ANY,
-    "attention_by_id": ANY,
-    "attention_same_repr": ANY,
-    "attention_same_path": ANY,
+    "attention_numpy_scalar": SOURCE_FIRST,
+    "attention_decimal": SOURCE_FIRST,
+    "attention_bytearray": SOURCE_FIRST,
+    "attention_tensor_attribute": ALWAYS,
+    "attention_list_subclass": ALWAYS,
+    "attention_private_slot": ALWAYS,
+    "attention_by_id": SOURCE_FIRST,
+    "attention_same_repr": ALWAYS,
+    "attention_same_path": ALWAYS,
     "attention_cache": ANY,
-    "attention_weakref": ANY,
-    "attention_new_class": ANY,
-    "attention_new_module": ANY,
+    "attention_weakref": ALWAYS,
+    "attention_new_class": SOURCE_FIRST,
+    "attention_new_module": SOURCE_FIRST,
     "attention_generator": ANY,
     "attention_memoryview": ANY,
-    "attention_fraction": ANY,
-    "attention_globals": ANY,
-    "attention_code": ANY,
+    "attention_fraction": SOURCE_FIRST,
+    "attention_globals": SOURCE_FIRST,
+    "attention_code": SOURCE_FIRST,
     "attention_itemgetter": ANY,
-    "attention_function": ANY,
-    "attention_class": ANY,
+    "attention_function": SOURCE_FIRST,
+    "attention_class": SOURCE_FIRST,
     "attention_handle": ANY,
     "attention_handle_in_string": ANY,
 }
@@ -172,6 +170,8 @@ LATE = frozenset({"lazy"})
 #: Attributes that lead to state outside of Python, or to a process's registry: no two processes need
 #: agree on them, only on what lies behind.
 VOLATILE = (".handle", ".pointer")
+#: Methods drawn at random: only what lies where it can't be replaced may need its source.
+SCATTERED = SOURCE_FIRST
 #: Seeds of the methods drawn at random.
 SEEDS = range(24)
 #: Of these, the ones of the default run; the rest are the full matrix.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.quantization.lab import Case, MethodsLab, name
+from tests.quantization.lab import Case, MethodsLab, name, parts
 from tests.quantization.table import (
     CHOSEN,
     EITHER,
@@ -16,6 +16,7 @@ from tests.quantization.table import (
     LATE,
     LAYOUTS,
     REFUSE,
+    SCATTERED,
     SEEDS,
     TABLE,
     TRIP,
@@ -89,8 +90,8 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def expected(case: str, layout: str) -> str:
-    method, _, _ = case.rpartition("-")
-    return TABLE[method][LAYOUTS.index(layout)] if method in TABLE else EITHER
+    method, _ = parts(case)
+    return TABLE.get(method, SCATTERED)[LAYOUTS.index(layout)]
 
 
 def wrong(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
@@ -148,7 +149,7 @@ def test_saving_leaves_the_live_model_as_it_was(lab: MethodsLab, case: str, layo
         check_refusal(saving)
         return
     lines = differences(saving["snapshot_after"], saving["snapshot"])
-    if case.rpartition("-")[0] in LATE:
+    if parts(case)[0] in LATE:
         lines = [line for line in lines if line.startswith("kernels: ")]
     assert lines == []
 
