@@ -12,7 +12,7 @@ Expected = tuple[str, str, str]
 ALWAYS: Expected = (TRIP, TRIP, TRIP)
 #: Only processing the source tensors again can make it.
 SOURCE_ONLY: Expected = (TRIP, REFUSE, TRIP)
-#: Source tensors alone don't give it; in source layout it may come back if more than the source tensors is saved.
+#: Source tensors alone don't give it; source layout holds it if more than they is saved.
 RUNTIME_FIRST: Expected = (TRIP, TRIP, EITHER)
 #: Source layout holds it; whether runtime layout does as well is the product's choice.
 SOURCE_FIRST: Expected = (TRIP, EITHER, TRIP)
