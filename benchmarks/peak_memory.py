@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-#: `vllm_sharded_state.checkpoint.parts._CHUNK`: bytes brought to the host at a time.
+#: `vllm_sharded_state.checkpoint.checksum.CHUNK`: bytes brought to the host at a time.
 BUFFER = 64 * MIB
 
 

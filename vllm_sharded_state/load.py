@@ -11,7 +11,8 @@ from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLo
 from . import identity, options, stock
 from .checkpoint import manifest
 from .checkpoint.manifest import Manifest, RankEntry
-from .checkpoint.parts import PartReader, stale_parts
+from .checkpoint.reading import PartReader
+from .checkpoint.writing import stale_parts
 from .errors import IncompleteError, RestoreError, listed
 from .options import Options
 from .restore import Restorer

@@ -13,8 +13,9 @@ from torch import nn
 from vllm.logger import init_logger
 
 from .adopt import adopt, can_adopt
+from .checkpoint.dtypes import dtype_name, holds
 from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
-from .checkpoint.parts import PartReader, dtype_name, holds
+from .checkpoint.reading import PartReader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .options import Options

@@ -11,8 +11,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from . import identity, options, publish
-from .checkpoint import manifest, parts
+from .checkpoint import manifest
+from .checkpoint.dtypes import dtype_name, holds
 from .checkpoint.manifest import RankEntry, TensorEntry, UnitEntry, ValueEntry
+from .checkpoint.writing import PartWriter, header_room, stale_parts
 from .errors import OptionError, SaveError, ShardedStateError
 from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
@@ -92,7 +94,7 @@ class _RankSaver:
         self._max_size = max_size
         self._paths: dict[tuple[Any, ...], str] = {}
         self._beyond_source = False
-        self._writers: list[parts.PartWriter] = []
+        self._writers: list[PartWriter] = []
 
     def save(self) -> RankEntry:
         """Write every unit; returns the rank's entry of the manifest."""
@@ -103,9 +105,9 @@ class _RankSaver:
         self._live = {id(leaf.value) for leaf in every_leaf.values() if leaf.is_tensor}
         self._stock_keys = StockKeys(self._model, every_leaf.values())
         tensors = [path for path, leaf in every_leaf.items() if leaf.is_tensor]
-        room = parts.header_room([*tensors, *self._keys, manifest.STOCK_STOP])
-        self._main = parts.PartWriter(self._directory, self._part_name, self._max_size, room)
-        self._hidden = parts.PartWriter(self._directory, self._hidden_name, self._max_size, room)
+        room = header_room([*tensors, *self._keys, manifest.STOCK_STOP])
+        self._main = PartWriter(self._directory, self._part_name, self._max_size, room)
+        self._hidden = PartWriter(self._directory, self._hidden_name, self._max_size, room)
         self._writers = [self._main, self._hidden]
         device = _device(self._config)
         self._entry.kernel_environment = kernels.environment(device)
@@ -133,7 +135,7 @@ class _RankSaver:
         for writer in self._writers:
             writer.commit()
         for name in (self._part_name, self._hidden_name):
-            for path in parts.stale_parts(self._directory, name, set(self._entry.files)):
+            for path in stale_parts(self._directory, name, set(self._entry.files)):
                 path.unlink()
 
     def _source(self) -> Source:
@@ -173,12 +175,12 @@ class _RankSaver:
         tensor: torch.Tensor,
         stage: str,
         kind: Kind,
-        writer: parts.PartWriter,
+        writer: PartWriter,
         owner: str | None = None,
         replace: bool = False,
     ) -> None:
         """Write a tensor, or note that it is another one under a second path."""
-        if not parts.holds(tensor.dtype):
+        if not holds(tensor.dtype):
             raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
         # Only a live tensor's address identifies it: a rebuilt one gives its memory back.
         same = (stage, *place(tensor)) if id(tensor) in self._live and tensor.numel() else None
@@ -196,7 +198,7 @@ class _RankSaver:
             file,
             key,
             str(kind),
-            parts.dtype_name(tensor.dtype),
+            dtype_name(tensor.dtype),
             list(tensor.shape),
             stage,
             checksum,

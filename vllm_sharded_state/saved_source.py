@@ -6,7 +6,7 @@ import torch
 
 from . import identity
 from .checkpoint import manifest
-from .checkpoint.parts import PartReader
+from .checkpoint.reading import PartReader
 from .errors import NoSourceError
 from .state import plain
 from .state.twin import Twin, source_parameters

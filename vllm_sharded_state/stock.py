@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from .adopt import adopt, can_adopt
-from .checkpoint.parts import PartReader
+from .checkpoint.reading import PartReader
 from .errors import (
     IncompleteError,
     NotRepresentableError,

@@ -2,7 +2,7 @@
 
 What is relied on: parts are `model-rank-0-part-*.safetensors`, and `sharded_state.json` has under
 `ranks[0]` the sizes of `files` and, by path, `tensors` with `file`, `key`, `shape`, `dtype` and
-`checksum` (BLAKE3, 16 bytes, as the manifest's own `checksum`, of its JSON without white space).
+`checksum` (XXH3, 128 bits, as the manifest's own `checksum`, of its JSON without white space).
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from safetensors.torch import load_file, save_file
+from xxhash import xxh3_128
 
 MANIFEST = "sharded_state.json"
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int8: "I8"}
@@ -58,7 +58,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def _hash(data: bytes) -> str:
-    return str(blake3(data).hexdigest(length=16))
+    return str(xxh3_128(data).hexdigest())
 
 
 def _checksum(tensor: torch.Tensor) -> str:

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from vllm_sharded_state.errors import ManifestError
+
+from .checksum import checksum as of_bytes
 
 FILE_NAME = "sharded_state.json"
 FORMAT = "vllm-sharded-state"
@@ -37,7 +37,7 @@ AGAIN = "@again"
 class TensorEntry:
     """One tensor: where its bytes are, its form, and the other paths under which a model has it.
 
-    `checksum` is the BLAKE3 hash of its bytes in row-major order, in hexadecimal (16 bytes).
+    `checksum` is the XXH3 hash (128 bits) of its bytes in row-major order, in hexadecimal.
     `stage` is `source` when it is placed before processing and `runtime` after; `owner` names the
     module whose plain attribute it is when no load creates it; `replace` says that a load creates a
     tensor of another form in its place.
@@ -123,10 +123,10 @@ def _replace(directory: Path, data: dict[str, Any]) -> None:
 
 
 def checksum(data: dict[str, Any]) -> str:
-    """BLAKE3 of everything in a manifest but its own checksum, whatever its order and white space."""
+    """XXH3 of everything in a manifest but its own checksum, whatever its order and white space."""
     rest = {name: value for name, value in data.items() if name != "checksum"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    return str(blake3(text.encode()).hexdigest(length=16))
+    return of_bytes(text.encode())
 
 
 def mark_unfinished(directory: Path) -> None:

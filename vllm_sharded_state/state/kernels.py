@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import vllm
-from blake3 import blake3
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
@@ -20,6 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import method_has_imple
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from xxhash import xxh3_128
 
 logger = init_logger("vllm.sharded_state.kernels")
 
@@ -71,7 +71,7 @@ def digest(module: nn.Module, vllm_config: Any, device: torch.device) -> str:
     the kernel raises.
     """
     dtype = vllm_config.model_config.dtype
-    checksum = blake3()
+    checksum = xxh3_128()
     with (
         torch.no_grad(),
         set_current_vllm_config(vllm_config),
@@ -81,7 +81,7 @@ def digest(module: nn.Module, vllm_config: Any, device: torch.device) -> str:
         for result in _results(module, dtype, device):
             host = result.detach().contiguous().cpu().view(-1).view(torch.uint8)
             checksum.update(memoryview(host.numpy()))
-    return str(checksum.hexdigest(length=16))
+    return str(checksum.hexdigest())
 
 
 def _results(module: Any, dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:

@@ -1,0 +1,34 @@
+"""Dtypes as the safetensors format names them."""
+
+import torch
+
+#: Names of dtypes in the safetensors format, where torch's differ.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a dtype. Raises `KeyError` for one that the format lacks."""
+    return _DTYPES[dtype]
+
+
+def holds(dtype: torch.dtype) -> bool:
+    """Whether the safetensors format has `dtype`."""
+    return dtype in _DTYPES
