@@ -22,8 +22,8 @@ from .options import Options
 from .state import kernels, placeholders, plain, units
 from .state.kernels import same_bits
 from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
-from .state.layout import method_name
 from .state.twin import source_parameters
+from .state.unit_state import method_name
 from .state.units import Unit
 from .state.walk import Kind, Leaf, join
 

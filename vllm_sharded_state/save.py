@@ -20,9 +20,10 @@ from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
 from .state import construction, kernels, plain, units
 from .state.compare import place
-from .state.layout import Chooser, Source, UnitState
+from .state.layout import Chooser
 from .state.source import SourceReader
 from .state.twin import Twin
+from .state.unit_state import Source, UnitState
 from .state.walk import Kind
 from .stock_keys import StockKeys
 

@@ -10,6 +10,7 @@ import vss_test_ways
 
 vss_test_ways.keep_out()  # Before anything imports vLLM.
 
+import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import gc  # noqa: E402
@@ -211,8 +212,14 @@ def run_batch(
 
 def main() -> None:
     given, made = sys.argv[1:]
-    jobs = [Job(**job) for job in json.loads(Path(given).read_text())]
-    Path(made).write_text(json.dumps([run(job) for job in jobs]))
+    results = []
+    for job in json.loads(Path(given).read_text()):
+        results.append(run(Job(**job)))
+        if len(results) == 1:
+            # Garbage is collected after every job: spare it the objects of all that was imported.
+            gc.freeze()
+            atexit.register(gc.unfreeze)
+    Path(made).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Source tensors to be had without reading the checkpoint again; whether they are right is tried out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -15,7 +15,19 @@ KV_PARAMETERS = frozenset(
 )
 
 
-def unchanged(
+def at_hand(
+    unit: Unit,
+    declared: Mapping[str, torch.Tensor],
+    live: Mapping[str, Leaf],
+    initial: Mapping[str, torch.Tensor],
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Source tensors by key that may be those of `unit`: all that it `declared`, the likeliest first."""
+    for found in (_unchanged(declared, live), _kv_scales(unit, declared, live, initial)):
+        if found is not None:
+            yield found
+
+
+def _unchanged(
     declared: Mapping[str, torch.Tensor], live: Mapping[str, Leaf]
 ) -> dict[str, torch.Tensor] | None:
     """The live tensors, where each tensor that was `declared` still is there in its form; else None."""
@@ -28,7 +40,7 @@ def unchanged(
     return found
 
 
-def kv_scales(
+def _kv_scales(
     unit: Unit,
     declared: Mapping[str, torch.Tensor],
     live: Mapping[str, Leaf],
