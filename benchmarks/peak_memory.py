@@ -73,6 +73,7 @@ def step(task: dict[str, Any]) -> dict[str, Any]:
     load_general_plugins()  # first the plugin, so that what is measured is the patched loader
     found: dict[str, Any] = {}
     engine = {"enforce_eager": True, "max_model_len": 256, "block_size": 32, **task["engine"]}
+    engine["gpu_memory_utilization"] = 0.3  # on the CPU: of the host's memory, which others use too
     if task["out"] is None:
         from vllm.model_executor.model_loader import sharded_state_loader
 
@@ -113,6 +114,8 @@ def main() -> None:
         task, result = arguments.step
         Path(result).write_text(json.dumps(step(json.loads(task))))
         return
+    if arguments.model is None:
+        parser.error("name a model: a directory or hub id")
     os.environ["VSS_LAYOUT"] = arguments.layout
     engine = {"kv_cache_dtype": arguments.kv_cache_dtype}
     with tempfile.TemporaryDirectory() as out:
