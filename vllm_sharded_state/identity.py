@@ -1,6 +1,5 @@
 """What a checkpoint is bound to: the model, the layout of ranks, and for runtime layout the machine."""
 
-import json
 from typing import Any
 
 import torch
@@ -116,10 +115,21 @@ def _config_fields(hf_config: Any) -> dict[str, Any]:
                 if name not in _LOOSE_FIELDS:
                     collect(f"{prefix}.{name}", item)
         else:
-            fields[prefix] = json.loads(json.dumps(value, default=str))
+            fields[prefix] = _spelled(value)
 
     collect("config", hf_config.to_dict())
     return fields
+
+
+def _spelled(value: Any) -> Any:
+    """`value` as JSON without floats: as text, `nan` and `1e-05` have one spelling everywhere."""
+    if isinstance(value, dict):
+        return {str(name): _spelled(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(item) for item in value]
+    if value is None or type(value) in (bool, int, str):
+        return value
+    return repr(value) if isinstance(value, float) else str(value)
 
 
 def _capability() -> str | None:

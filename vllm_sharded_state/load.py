@@ -53,7 +53,7 @@ def load_model(
         restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked)
     else:
         entry = _entry(found, directory, vllm_config, loader.pattern)
-        reader = PartReader(directory, dict(entry.files))
+        reader = PartReader(directory, {name: file.size for name, file in entry.files.items()})
         restorer = Restorer(directory, entry, reader, asked)
         if not found.tied_word_embeddings:
             _untie(model_config)

@@ -97,6 +97,7 @@ def replace(
                 directory,
                 Manifest(
                     written_by=identity.written_by(),
+                    save_id=manifest.new_save_id(),
                     binding=identity.binding(config),
                     tied_word_embeddings=_is_tied(config.model_config, entries),
                     ranks=sorted(entries, key=lambda entry: entry.rank),
