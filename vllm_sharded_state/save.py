@@ -146,7 +146,9 @@ class _RankSaver:
         return SourceReader(twin, self._initial)
 
     def _write(self, state: UnitState) -> None:
-        self._entry.units[state.unit.name] = UnitEntry(state.layout, state.method)
+        self._entry.units[state.unit.name] = UnitEntry(
+            state.layout, state.method, state.choices, state.processed
+        )
         self._entry.kernels |= state.kernels
         if state.unit.processed and not state.is_whole_in_source:
             self._beyond_source = True

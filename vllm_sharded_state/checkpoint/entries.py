@@ -131,12 +131,15 @@ class ValueEntry(_Record):
 class UnitEntry(_Record):
     """Layout of one unit, and the class of the quantization method that processes it, if any does.
 
-    `choices` holds what that method chose: kernels, backends and switches, by dotted attribute.
+    In runtime layout, `choices` holds what that method had chosen when it was constructed (kernels,
+    backends, switches, by dotted attribute), and `processed` what of it processing changed or added;
+    null there is what it took away.
     """
 
     layout: Layout
     method: str | None
-    choices: dict[str, Any] = {}
+    choices: dict[str, bool | str | None] = {}
+    processed: dict[str, bool | str | None] = {}
 
 
 class RankEntry(_Record):
