@@ -52,6 +52,7 @@ def save_model(
     entry: RankEntry | None = None
     saver: _RankSaver | None = None
     failure: BaseException | None = None
+    source = publish.record_source(built.vllm_config)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         saver = _RankSaver(model, built, directory, pattern, max_size)
@@ -68,7 +69,7 @@ def save_model(
             saver.abandon()
         raise
     assert saver is not None
-    publish.replace(directory, built.vllm_config, entries, saver.commit)
+    publish.replace(directory, built.vllm_config, entries, saver.commit, source)
 
 
 class _RankSaver:

@@ -91,11 +91,14 @@ class Source(_Record):
     """The checkpoint that the saving engine was started from: its weight files, by name.
 
     `name` is what the engine was given (a path or hub id), `revision` the hub's; neither is compared.
+    `through` lists the saves that lie between, oldest first: an engine that was started from sharded
+    state hands on what that was saved from. Weights may have been changed in memory at any step.
     """
 
     name: str
     revision: str | None
-    files: dict[RelativePath, SourceFile]
+    files: dict[FileName, SourceFile]
+    through: list[SaveId] = []
 
 
 class TensorEntry(_Record):
