@@ -76,7 +76,7 @@ def whole(**changes):
         "source": Source(
             "org/model",
             "main",
-            {"m.safetensors": SourceFile(9, SUM, SUM), "sub/x.bin": SourceFile(9, None, SUM)},
+            {"m.safetensors": SourceFile(9, SUM, SUM), "x.bin": SourceFile(9, None, SUM)},
         ),
         "side_files": {"sub/code.py": SideFile(0, SUM)},
         "ranks": [rank()],

@@ -23,6 +23,7 @@ from .checksum import checksum as of_bytes
 from .entries import (
     FORMAT,
     VERSION,
+    Checksum,
     FileEntry,
     FileName,
     Group,
@@ -46,6 +47,7 @@ __all__ = [
     "MAX_BYTES",
     "STOCK_STOP",
     "VERSION",
+    "Checksum",
     "FileEntry",
     "FileName",
     "Manifest",
