@@ -160,7 +160,7 @@ def text():
         (b'"layout": "source"', b'"layout": "sideways"', "layout"),
         (b'"BF16"', b'"BF17"', "dtype"),
         (b'"save_id": "0', b'"save_id": "X', "save_id"),
-        (b'"runtime"', b'"sometime"', "one of source, runtime"),
+        (b'"runtime"', b'"sometime"', "Invalid enum value 'sometime'"),
         (SUM.encode(), SUM.encode()[1:], "a checksum"),
         (SUM.encode(), SUM.encode() + b"\\n", "a checksum"),
     ],

@@ -48,7 +48,9 @@ def test_it_accepts_what_a_save_writes(judge):
     judge.validate(json.loads(manifest.encode(whole(source=None, side_files={}))))
 
 
-@pytest.mark.parametrize("place", places(sound()), ids=lambda place: ".".join(map(str, place)))
+@pytest.mark.parametrize(
+    "place", list(places(sound())), ids=lambda place: ".".join(map(str, place))
+)
 def test_it_refuses_another_type_in_each_place(judge, place):
     data = sound()
     put(data, place, [{"of": 1.5}])

@@ -4,7 +4,7 @@ msgspec checks types, patterns, ranges and unknown fields while it decodes, and 
 schema (`docs/sharded_state.schema.json`, made by `tools/schema.py`) from the same declarations.
 """
 
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -27,13 +27,6 @@ def _text(pattern: str, description: str, longest: int | None = None) -> Meta:
     return Meta(pattern=pattern + _END, description=description, max_length=longest)
 
 
-def _one_of(*words: str) -> Meta:
-    """One of a few words. (A `Literal` would ask the same of every variable that is put there.)"""
-    pattern = f"^({'|'.join(words)}){_END}"
-    PATTERNS[pattern] = f"one of {', '.join(words)}"
-    return Meta(pattern=pattern, extra_json_schema={"enum": list(words)})
-
-
 Checksum = Annotated[str, _text("^[0-9a-f]{32}", "a checksum: XXH3, 128 bits, hexadecimal")]
 FileName = Annotated[str, _text(f"^{_COMPONENT}", "a plain file name", 255)]
 RelativePath = Annotated[
@@ -44,11 +37,18 @@ Size = Annotated[int, Meta(ge=0, le=2**63 - 1, description="bytes")]
 Length = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Stride = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1)]
-Dtype = Annotated[str, _one_of(*NAMES)]
-Kind = Annotated[str, _one_of("parameter", "buffer", "transient", "attribute")]
-Stage = Annotated[str, _one_of("source", "runtime")]
-Layout = Annotated[str, _one_of("source", "runtime")]
-Group = Annotated[str, _one_of("world", "model", "runtime")]
+if TYPE_CHECKING:
+    # A Literal would ask the same of every variable that is put there.
+    Dtype: TypeAlias = str
+    Kind: TypeAlias = str
+    Stage: TypeAlias = str
+    Layout: TypeAlias = str
+    Group: TypeAlias = str
+else:
+    Dtype = Literal[tuple(NAMES)]
+    Kind = Literal["parameter", "buffer", "transient", "attribute"]
+    Stage = Layout = Literal["source", "runtime"]
+    Group = Literal["world", "model", "runtime"]
 #: A Python value as `state.plain.encode` writes it.
 Encoded = bool | int | str | dict[str, Any] | None
 
