@@ -17,6 +17,9 @@ from xxhash import xxh3_128
 MANIFEST = "sharded_state.json"
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int8: "I8"}
 
+#: What of a rank is a table of names.
+TABLES = ("files", "units", "kernels", "tensors", "values")
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -53,14 +56,16 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     What has a fixed order keeps that of `manifest`; what is a table of names is sorted.
     """
     rest = {name: value for name, value in manifest.items() if name != "checksum"}
+    ranks = rest.get("ranks")
     for holder, names in [
-        (rest, ("written_by", "side_files")),
-        (rest.get("binding", {}), ("world", "model", "runtime")),
-        *((rank, ("files", "units", "kernels", "tensors", "values")) for rank in rest["ranks"]),
+        (rest, ("written_by", "binding", "side_files")),
+        (rest.get("binding"), ("world", "model", "runtime")),
+        (rest.get("source"), ("files",)),
+        *((r, TABLES) for r in (ranks if isinstance(ranks, list) else ())),
     ]:
         for name in names:
-            if name in holder:
-                holder[name] = dict(sorted(holder[name].items()))
+            if isinstance(holder, dict) and isinstance(holder.get(name), dict):
+                holder[name] = dict(sorted(holder[name].items(), key=lambda pair: str(pair[0])))
     sign(directory, json.dumps(rest, indent=1, ensure_ascii=False).encode())
 
 
