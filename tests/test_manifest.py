@@ -408,6 +408,22 @@ def test_a_manifest_of_a_gigabyte_is_refused_before_it_is_read(tmp_path):
         manifest.read(tmp_path)
 
 
+@pytest.mark.parametrize("what", [b'{"rank": 0}', b"[]"])
+def test_text_that_takes_many_times_its_size_in_memory_is_refused(tmp_path, text, what):
+    many = b", ".join([what] * 200_000)
+    before = b'"ranks": [' if b"rank" in what else b'"config.t\xc3\xa4g": ['
+    assert before in text
+    refused(tmp_path, text.replace(before, before + many + b", ", 1), "more objects and lists")
+
+
+def test_the_densest_that_a_save_writes_is_read(tmp_path):
+    units = {f"m{number}": UnitEntry("source", None) for number in range(30_000)}
+    values = {f"m{number}.v": ValueEntry(1, "source") for number in range(30_000)}
+    dense = whole(ranks=[rank(units=units, values=values, tensors={}, kernels={})])
+    manifest.write(tmp_path, dense)
+    assert manifest.read(tmp_path) == dense
+
+
 def test_none_is_written_that_would_not_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BYTES", 1000)
     with pytest.raises(ManifestError, match="no more than 1000 are read again"):

@@ -65,8 +65,11 @@ __all__ = [
 ]
 
 FILE_NAME = "sharded_state.json"
-#: Largest manifest in bytes, read or written: about 600,000 tensors over all ranks.
-MAX_BYTES = 256 << 20
+#: Largest manifest in bytes, read or written: about 250,000 tensors over all ranks.
+MAX_BYTES = 128 << 20
+#: Objects and lists take many times their text in memory. A save has at most one in so many bytes of it.
+_BYTES_A_RECORD = 24
+_FEW_RECORDS = 10_000
 
 #: A key in a part of a checkpoint that stock vLLM would load but not wholly: it names what is needed.
 STOCK_STOP = "needs the package vllm-sharded-state"
@@ -147,6 +150,8 @@ def encode(manifest: Manifest) -> bytes:
         wrong = violation(_decode(_ENCODER.encode(manifest)))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ManifestError(f"{FILE_NAME} can't hold this model: {_quote(str(error))}") from error
+    if wrong is None and _is_dense(data):
+        wrong = "it holds more objects and lists than are read again"
     if wrong is None and len(data) > MAX_BYTES:
         wrong = f"it has {len(data)} bytes, and no more than {MAX_BYTES} are read again"
     if wrong is not None:
@@ -228,6 +233,11 @@ def _bytes(path: Path) -> bytes | None:
         return file.read(MAX_BYTES)
 
 
+def _is_dense(data: bytes) -> bool:
+    records = data.count(b"{") + data.count(b"[")
+    return records > _FEW_RECORDS + len(data) // _BYTES_A_RECORD
+
+
 def _parse(data: bytes) -> Manifest:
     _check_head(_HEAD.decode(data))
     first = _FIRST_LINE.match(data)
@@ -236,6 +246,8 @@ def _parse(data: bytes) -> Manifest:
     rest = data[first.end() :]
     if of_bytes(rest).encode() != first[1]:
         raise ValueError("its checksum does not fit, so it was changed after the save")
+    if _is_dense(data):
+        raise ValueError("it holds more objects and lists than a save writes")
     manifest = _decode(b"{\n" + rest)
     # White space is left to the checksum, so that no library's taste in it can lock a checkpoint out.
     if _ENCODER.encode(manifest) != msgspec.json.format(b"{\n" + rest, indent=-1):
