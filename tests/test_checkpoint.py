@@ -1,4 +1,4 @@
-"""The directory on disk by itself: parts against the safetensors library, the manifest against damage."""
+"""The directory on disk by itself: parts against the safetensors library."""
 
 import hashlib
 import json
@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_sharded_state import sidefiles
-from vllm_sharded_state.checkpoint import manifest, reading, writing
-from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
-from vllm_sharded_state.errors import IncompleteError, ManifestError
+from vllm_sharded_state.checkpoint import reading, writing
+from vllm_sharded_state.errors import IncompleteError
 from vllm_sharded_state.state import plain
 
 TENSORS = {
@@ -32,6 +31,10 @@ def _write(directory, max_size=None, tensors=TENSORS):
     written = {key: writer.add(key, tensor) for key, tensor in tensors.items()}
     writer.close()
     return writer, written
+
+
+def _sizes(writer):
+    return {name: file.size for name, file in writer.files.items()}
 
 
 def _bytes(tensor):
@@ -78,11 +81,11 @@ def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path, key):
     data = bytearray(path.read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     start = 8 + int.from_bytes(data[:8], "little") + header[key]["data_offsets"][0]
-    reader = reading.PartReader(tmp_path, dict(writer.files))
+    reader = reading.PartReader(tmp_path, _sizes(writer))
     assert torch.equal(_bytes(reader.verified(file, key, checksum)), _bytes(TENSORS[key]))
     data[start] ^= 1
     path.write_bytes(data)
-    damaged = reading.PartReader(tmp_path, dict(writer.files))
+    damaged = reading.PartReader(tmp_path, _sizes(writer))
     with pytest.raises(IncompleteError, match="is not what was saved"):
         damaged.verified(file, key, checksum)
 
@@ -90,7 +93,7 @@ def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path, key):
 def test_a_part_that_is_missing_or_cut_off_is_named(tmp_path):
     writer, _ = _write(tmp_path)
     writer.commit()
-    sizes = dict(writer.files)
+    sizes = _sizes(writer)
     path = tmp_path / "p-0.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
@@ -116,59 +119,6 @@ def test_stale_parts_are_those_of_the_same_name_only(tmp_path):
         (tmp_path / name).touch()
     found = writing.stale_parts(tmp_path, lambda part: f"m-1-p-{part}.s", {"m-1-p-0.s"})
     assert [path.name for path in found] == ["m-1-p-12.s"]
-
-
-def _manifest(**changes):
-    fields = {
-        "written_by": {"vllm": "0.32.0"},
-        "binding": {"world": {"tensor_parallel_size": 1}},
-        "tied_word_embeddings": False,
-        "ranks": [RankEntry(0, files={"a.safetensors": 8})],
-    }
-    return Manifest(**(fields | changes))
-
-
-def test_a_manifest_comes_back_and_none_is_none(tmp_path):
-    assert manifest.read(tmp_path) is None
-    manifest.write(tmp_path, _manifest())
-    assert manifest.read(tmp_path) == _manifest()
-    assert [path.name for path in tmp_path.iterdir()] == [manifest.FILE_NAME]
-
-
-def test_any_changed_byte_of_a_manifest_is_refused(tmp_path):
-    manifest.write(tmp_path, _manifest())
-    path = tmp_path / manifest.FILE_NAME
-    text = path.read_bytes()
-    for position, byte in enumerate(text):
-        if chr(byte).isspace():
-            continue  # white space between tokens is no content
-        path.write_bytes(text[:position] + bytes([byte ^ 1]) + text[position + 1 :])
-        with pytest.raises(ManifestError, match=manifest.FILE_NAME):
-            manifest.read(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../a", "/a", "a/b", "..", ".", "", "a\0b", "a\\b"])
-def test_file_names_that_lead_out_of_the_directory_are_refused(tmp_path, name):
-    manifest.write(tmp_path, _manifest(ranks=[RankEntry(0, files={name: 1})]))
-    with pytest.raises(ManifestError, match="plain file name"):
-        manifest.read(tmp_path)
-
-
-def test_an_unfinished_save_and_a_newer_version_are_refused(tmp_path):
-    manifest.mark_unfinished(tmp_path)
-    with pytest.raises(ManifestError, match="did not finish"):
-        manifest.read(tmp_path)
-    data = {"format": manifest.FORMAT, "version": manifest.VERSION + 1}
-    (tmp_path / manifest.FILE_NAME).write_text(json.dumps(data))
-    with pytest.raises(ManifestError, match=f"version {manifest.VERSION + 1} is not"):
-        manifest.read(tmp_path)
-
-
-@pytest.mark.parametrize("depth", [1, 100_000])
-def test_json_that_is_no_manifest_is_refused(tmp_path, depth):
-    (tmp_path / manifest.FILE_NAME).write_text("[" * depth + "]" * depth)
-    with pytest.raises(ManifestError):
-        manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from . import identity, options, stock
+from . import identity, options, source_identity, stock
 from .checkpoint import manifest
 from .checkpoint.manifest import Manifest, RankEntry
 from .checkpoint.reading import PartReader
 from .checkpoint.writing import stale_parts
 from .errors import IncompleteError, RestoreError, listed
 from .options import Options
+from .origins import local_folder
 from .restore import Restorer
 
 logger = init_logger("vllm.sharded_state.load")
@@ -48,12 +49,19 @@ def load_model(
     directory = _directory(loader, model_config)
     asked: Options = getattr(loader, "vss_options", Options())
     found = manifest.read(directory)
+    if asked.source is not None:
+        source_identity.refuse_other(
+            None if found is None else found.source,
+            asked.source,
+            local_folder(asked.source, None),
+            directory,
+        )
     restorer: Restorer | stock.StockRestorer
     if found is None:
         restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked)
     else:
         entry = _entry(found, directory, vllm_config, loader.pattern)
-        reader = PartReader(directory, dict(entry.files))
+        reader = PartReader(directory, {name: file.size for name, file in entry.files.items()})
         restorer = Restorer(directory, entry, reader, asked)
         if not found.tied_word_embeddings:
             _untie(model_config)

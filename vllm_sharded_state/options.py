@@ -8,15 +8,19 @@ from . import envs
 from .errors import OptionError
 
 #: Keys of this package, beside upstream's `pattern`.
-OWN_KEYS = ("layout", "strict")
+OWN_KEYS = ("layout", "source", "strict")
 
 
 @dataclass(frozen=True)
 class Options:
-    """`strict`: whether a missing tensor is an error. `layout`: the layout to save in, if given."""
+    """`strict`: whether a missing tensor is an error. `layout`: the layout to save in, if given.
+
+    `source`: the checkpoint (path or hub id) from which the sharded state has to have been saved.
+    """
 
     strict: bool = True
     layout: str | None = None
+    source: str | None = None
 
 
 def take(load_config: Any) -> tuple[Any, Options]:
@@ -38,9 +42,14 @@ def take(load_config: Any) -> tuple[Any, Options]:
             f"model_loader_extra_config: strict must be true or false, not {strict!r}"
         )
     layout = _layout(extra.pop("layout", None))
+    source = extra.pop("source", None)
+    if source is not None and (not isinstance(source, str) or not source):
+        raise OptionError(
+            f"model_loader_extra_config: source must be a path or hub id, not {source!r}"
+        )
     stripped = copy.copy(load_config)
     stripped.model_loader_extra_config = extra
-    return stripped, Options(strict, layout)
+    return stripped, Options(strict, layout, source)
 
 
 def layout_to_save(load_config: Any) -> str:

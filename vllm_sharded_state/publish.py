@@ -6,38 +6,31 @@ from typing import Any
 
 from torch import distributed as dist
 from vllm.distributed import get_world_group
-from vllm.logger import init_logger
 
 from . import identity, sidefiles
-from .checkpoint import manifest
-from .checkpoint.manifest import Manifest, RankEntry
+from .checkpoint import fingerprint, manifest
+from .checkpoint.manifest import Manifest, RankEntry, SideFile
 from .errors import SaveError, listed
+from .origins import local_folder
+from .source_identity import Recorder
 
-logger = init_logger("vllm.sharded_state.publish")
 
-
-def _copy_side_files(directory: Path, config: Any) -> None:
+def _copy_side_files(directory: Path, config: Any) -> dict[str, SideFile]:
     model_config = config.model_config
+    names: set[str] = set()
     for origin in {str(model_config.model), str(model_config.tokenizer)}:
-        folder = _local_folder(origin, model_config.revision)
+        folder = local_folder(origin, model_config.revision)
         if folder is not None:
-            sidefiles.copy(folder, directory)
+            names |= set(sidefiles.copy(folder, directory))
+    return {name: SideFile(*fingerprint.content(directory / name)) for name in names}
 
 
-def _local_folder(origin: str, revision: str | None) -> Path | None:
-    """The directory of a model or tokenizer: itself, or its snapshot in the hub's cache."""
-    if Path(origin).is_dir():
-        return Path(origin)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(origin, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
-        logger.warning(
-            "%s is not on this machine: its config and tokenizer were not copied", origin
-        )
+def record_source(config: Any) -> Recorder | None:
+    """On rank 0, begin to read what the engine was started from."""
+    if dist.is_initialized() and dist.get_rank() != 0:
         return None
+    model = config.model_config
+    return Recorder(config, local_folder(str(model.model_weights or model.model), model.revision))
 
 
 def _is_tied(model_config: Any, entries: list[RankEntry]) -> bool:
@@ -77,7 +70,11 @@ def barrier() -> None:
 
 
 def replace(
-    directory: Path, config: Any, entries: list[RankEntry], commit: Callable[[], None]
+    directory: Path,
+    config: Any,
+    entries: list[RankEntry],
+    commit: Callable[[], None],
+    source: Recorder | None,
 ) -> None:
     """Put the new parts of all ranks in the place of whatever `directory` held, then the manifest.
 
@@ -92,11 +89,14 @@ def replace(
         commit()
         barrier()
         if first:
-            _copy_side_files(directory, config)
+            side_files = _copy_side_files(directory, config)
             manifest.write(
                 directory,
                 Manifest(
                     written_by=identity.written_by(),
+                    save_id=manifest.new_save_id(),
+                    source=source.result() if source is not None else None,
+                    side_files=side_files,
                     binding=identity.binding(config),
                     tied_word_embeddings=_is_tied(config.model_config, entries),
                     ranks=sorted(entries, key=lambda entry: entry.rank),

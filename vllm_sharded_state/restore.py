@@ -20,6 +20,7 @@ from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .options import Options
 from .state import kernels, placeholders, plain, units
+from .state.choices import choices, different, together
 from .state.kernels import same_bits
 from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
 from .state.twin import source_parameters
@@ -49,6 +50,7 @@ class Restorer:
         """Fill source units, and give runtime units placeholders to be processed in their stead."""
         split = units.split(model)
         self._check_units(split)
+        self._check_choices(split, processed=False)
         fills: list[tuple[str, torch.Tensor]] = []
         faults = Faults()
         expected: set[str] = set()
@@ -80,6 +82,7 @@ class Restorer:
 
     def after_processing(self, model: nn.Module, vllm_config: Any) -> None:
         """Put every remaining tensor and value in place, and account for all that the model reads."""
+        self._check_choices(units.split(model), processed=True)
         faults = Faults()
         placed: set[str] = set()
         fills: list[tuple[str, torch.Tensor]] = []
@@ -169,6 +172,20 @@ class Restorer:
             raise MismatchError(
                 f"{self._directory} was saved from a model with other modules:\n{listed(different)}\n"
                 "Start the engine as it was when saving, or save again from this one."
+            )
+
+    def _check_choices(self, split: Iterable[Unit], processed: bool) -> None:
+        """Units in runtime layout are run by the kernels that they were laid out for."""
+        wrong = []
+        for unit in split:
+            saved = self._entry.units[unit.name]
+            if unit.processed and saved.layout == "runtime":
+                chosen = together(saved.choices, saved.processed) if processed else saved.choices
+                wrong += [f"{unit.name}: {text}" for text in different(chosen, choices(unit))]
+        if wrong:
+            raise MismatchError(
+                f"{self._directory} was saved for other kernels:\n{listed(wrong)}\n"
+                "Start the engine as it was when saving, or save with layout=source (VSS_LAYOUT)."
             )
 
     def _layout(self, unit: Unit) -> str:

@@ -52,6 +52,7 @@ def save_model(
     entry: RankEntry | None = None
     saver: _RankSaver | None = None
     failure: BaseException | None = None
+    source = publish.record_source(built.vllm_config)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         saver = _RankSaver(model, built, directory, pattern, max_size)
@@ -68,7 +69,7 @@ def save_model(
             saver.abandon()
         raise
     assert saver is not None
-    publish.replace(directory, built.vllm_config, entries, saver.commit)
+    publish.replace(directory, built.vllm_config, entries, saver.commit, source)
 
 
 class _RankSaver:
@@ -146,7 +147,9 @@ class _RankSaver:
         return SourceReader(twin, self._initial)
 
     def _write(self, state: UnitState) -> None:
-        self._entry.units[state.unit.name] = UnitEntry(state.layout, state.method)
+        self._entry.units[state.unit.name] = UnitEntry(
+            state.layout, state.method, state.choices, state.processed
+        )
         self._entry.kernels |= state.kernels
         if state.unit.processed and not state.is_whole_in_source:
             self._beyond_source = True
@@ -217,7 +220,7 @@ class _RankSaver:
             self._main.add(manifest.STOCK_STOP, torch.empty(0, dtype=torch.uint8))
 
     def _log(self) -> None:
-        size = sum(self._entry.files.values())
+        size = sum(file.size for file in self._entry.files.values())
         layouts = [unit.layout for unit in self._entry.units.values() if unit.method]
         logger.info(
             "Saved rank %d: %d tensors, %.2f GiB in %d files; %d modules in runtime layout, %d in "

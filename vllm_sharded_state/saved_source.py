@@ -29,7 +29,9 @@ class SavedSource:
                 "were before they were processed.\nSave from the model's own checkpoint instead."
             )
         self._entry = found.rank(identity.rank())
-        self._reader = PartReader(self._directory, dict(self._entry.files))
+        self._reader = PartReader(
+            self._directory, {name: file.size for name, file in self._entry.files.items()}
+        )
         self._places = {
             path: tensor
             for key, tensor in self._entry.tensors.items()

@@ -1,8 +1,8 @@
 """Change a saved directory from outside: with the safetensors library and json, nothing of ours.
 
 What is relied on: parts are `model-rank-0-part-*.safetensors`, and `sharded_state.json` has under
-`ranks[0]` the sizes of `files` and, by path, `tensors` with `file`, `key`, `shape`, `dtype` and
-`checksum` (XXH3, 128 bits, as the manifest's own `checksum`, of its JSON without white space).
+`ranks[0]` `files` with `size` and `header`, and, by path, `tensors` with `file`, `key`, `shape`, `dtype`
+and `checksum` (XXH3, 128 bits). Its own `checksum` is the first line, and of all bytes after that line.
 """
 
 import json
@@ -16,6 +16,9 @@ from xxhash import xxh3_128
 
 MANIFEST = "sharded_state.json"
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int8: "I8"}
+
+#: What of a rank is a table of names.
+TABLES = ("files", "units", "kernels", "tensors", "values")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,13 +51,30 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Write it with a checksum that fits: nothing shows that it was edited."""
+    """Write it as a save does, with a checksum that fits: nothing shows that it was edited.
+
+    What has a fixed order keeps that of `manifest`; what is a table of names is sorted.
+    """
     rest = {name: value for name, value in manifest.items() if name != "checksum"}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    manifest["checksum"] = _hash(text.encode())
+    ranks = rest.get("ranks")
+    for holder, names in [
+        (rest, ("written_by", "binding", "side_files")),
+        (rest.get("binding"), ("world", "model", "runtime")),
+        (rest.get("source"), ("files",)),
+        *((r, TABLES) for r in (ranks if isinstance(ranks, list) else ())),
+    ]:
+        for name in names:
+            if isinstance(holder, dict) and isinstance(holder.get(name), dict):
+                holder[name] = dict(sorted(holder[name].items(), key=lambda pair: str(pair[0])))
+    sign(directory, json.dumps(rest, indent=1, ensure_ascii=False).encode())
+
+
+def sign(directory: Path, text: bytes) -> None:
+    """Write a manifest of which `text` is all but the checksum, a JSON object, with one that fits."""
+    rest = text.removeprefix(b"{\n")
     path = directory / MANIFEST
-    path.unlink()
-    path.write_text(json.dumps(manifest))
+    path.unlink(missing_ok=True)
+    path.write_bytes(b'{\n "checksum": "%s",\n' % _hash(rest).encode() + rest)
 
 
 def _hash(data: bytes) -> str:
@@ -73,7 +93,9 @@ def list_again(directory: Path, path: Path) -> None:
     """
     manifest = read_manifest(directory)
     rank = manifest["ranks"][0]
-    rank["files"][path.name] = path.stat().st_size
+    data = path.read_bytes()
+    header = data[: 8 + int.from_bytes(data[:8], "little")]
+    rank["files"][path.name] = {"size": len(data), "header": _hash(header)}
     tensors = load_file(path)
     for name, entry in list(rank["tensors"].items()):
         if entry["file"] != path.name:
@@ -96,8 +118,6 @@ def list_again(directory: Path, path: Path) -> None:
             "shape": list(tensor.shape),
             "stage": "runtime",
             "checksum": _checksum(tensor),
-            "aliases": [],
-            "owner": None,
         }
     write_manifest(directory, manifest)
 

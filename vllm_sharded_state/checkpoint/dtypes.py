@@ -23,6 +23,9 @@ _DTYPES = {
     torch.complex64: "C64",
 }
 
+#: Every name that a manifest may use, and the bytes that one element takes.
+NAMES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype. Raises `KeyError` for one that the format lacks."""

@@ -1,29 +1,75 @@
 """`sharded_state.json`: what the parts of a checkpoint hold and what they may be loaded into.
 
-The manifest is written last and by renaming, so a directory without it is not complete. Layout:
-
-- `format`, `version`: this file's own format; a reader refuses a version it does not know.
-- `written_by`: package, vLLM and torch versions.
-- `binding`: fields that must agree with the engine that loads, by group (`model`, `world`, and
-  `runtime` where a unit is in runtime layout).
-- `tied_word_embeddings`: whether `lm_head` and the input embeddings were one tensor.
-- `ranks`: one `RankEntry` each.
-- `checksum`: of all the rest.
+The manifest is written last and by renaming, so a directory without it is not complete. What `write`
+makes of a content is the only form of it that `read` accepts: its first field is the checksum of every
+byte after that line, and what was read has to give the same text when it is written again. So neither
+an edit nor a doubled key, another spelling of a number or a NaN goes unnoticed. There are no floating
+point numbers in it, whose spelling libraries differ in.
 """
 
-import json
 import os
-from dataclasses import asdict, dataclass, field
+import re
+import secrets
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from vllm_sharded_state.errors import ManifestError
 
 from .checksum import checksum as of_bytes
+from .entries import (
+    FORMAT,
+    VERSION,
+    Checksum,
+    FileEntry,
+    FileName,
+    Group,
+    RankEntry,
+    RelativePath,
+    SaveId,
+    SideFile,
+    Source,
+    SourceFile,
+    TensorEntry,
+    UnitEntry,
+    ValueEntry,
+)
+from .explain import explain
+from .integrity import violation
+
+__all__ = [
+    "AGAIN",
+    "FILE_NAME",
+    "FORMAT",
+    "MAX_BYTES",
+    "STOCK_STOP",
+    "VERSION",
+    "Checksum",
+    "FileEntry",
+    "FileName",
+    "Manifest",
+    "RankEntry",
+    "SideFile",
+    "Source",
+    "SourceFile",
+    "TensorEntry",
+    "UnitEntry",
+    "ValueEntry",
+    "encode",
+    "new_save_id",
+    "read",
+    "write",
+]
 
 FILE_NAME = "sharded_state.json"
-FORMAT = "vllm-sharded-state"
-VERSION = 1
+#: Largest manifest in bytes, read or written: about 250,000 tensors over all ranks.
+MAX_BYTES = 128 << 20
+#: Objects and lists take many times their text in memory. A save has at most one in so many bytes of it.
+_BYTES_A_RECORD = 24
+_FEW_RECORDS = 10_000
 
 #: A key in a part of a checkpoint that stock vLLM would load but not wholly: it names what is needed.
 STOCK_STOP = "needs the package vllm-sharded-state"
@@ -32,71 +78,30 @@ STOCK_STOP = "needs the package vllm-sharded-state"
 #: processing too, or a value that is set before processing as well.
 AGAIN = "@again"
 
+_BEGIN = b'{\n "checksum": "'
+_FIRST_LINE = re.compile(re.escape(_BEGIN) + rb'([0-9a-f]{32})",\n')
+#: Longest text of somebody else's in a message of ours.
+_QUOTED = 300
 
-@dataclass
-class TensorEntry:
-    """One tensor: where its bytes are, its form, and the other paths under which a model has it.
 
-    `checksum` is the XXH3 hash (128 bits) of its bytes in row-major order, in hexadecimal.
-    `stage` is `source` when it is placed before processing and `runtime` after; `owner` names the
-    module whose plain attribute it is when no load creates it; `replace` says that a load creates a
-    tensor of another form in its place.
+class Manifest(
+    msgspec.Struct, forbid_unknown_fields=True, tag_field="format", tag=FORMAT, kw_only=True
+):
+    """The whole file but its checksum.
+
+    `binding` holds by group (`world`, `model`, `runtime`) the fields that must agree with the engine
+    that loads. Until a save has ended, parts lie at `.{name}.{save_id}.tmp`. `side_files` are not
+    checked by a load. `source` is null where the engine was started from no weight files on disk.
     """
 
-    file: str
-    key: str
-    kind: str
-    dtype: str
-    shape: list[int]
-    stage: str
-    checksum: str
-    aliases: list[str] = field(default_factory=list)
-    owner: str | None = None
-    replace: bool = False
-
-
-@dataclass
-class ValueEntry:
-    """A Python value, as `state.plain.encode` writes it, set before or after processing (`stage`)."""
-
-    value: Any
-    stage: str
-    owner: str | None = None
-
-
-@dataclass
-class UnitEntry:
-    """Layout of one unit, and the class of the quantization method that processes it, if any does."""
-
-    layout: str
-    method: str | None
-
-
-@dataclass
-class RankEntry:
-    """What one rank wrote: files with sizes in bytes, units, tensors by path, values by path.
-
-    `kernels` holds checksums of what modules compute for fixed inputs, by module name, for processes
-    whose `kernel_environment` is the same.
-    """
-
-    rank: int
-    files: dict[str, int] = field(default_factory=dict)
-    units: dict[str, UnitEntry] = field(default_factory=dict)
-    kernels: dict[str, str] = field(default_factory=dict)
-    kernel_environment: str = ""
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    values: dict[str, ValueEntry] = field(default_factory=dict)
-
-
-@dataclass
-class Manifest:
-    """The whole file."""
-
+    version: Literal[2] = VERSION
     written_by: dict[str, str]
-    binding: dict[str, dict[str, Any]]
+    save_id: SaveId
+    binding: dict[Group, dict[str, Any]]
     tied_word_embeddings: bool
-    ranks: list[RankEntry]
+    source: Source | None = None
+    side_files: dict[RelativePath, SideFile] = {}
+    ranks: Annotated[list[RankEntry], Meta(min_length=1)]
 
     def rank(self, rank: int) -> RankEntry:
         """The entry of `rank`. Raises `ManifestError` when there is none."""
@@ -106,89 +111,174 @@ class Manifest:
         raise ManifestError(f"{FILE_NAME} has no entry for rank {rank}; save the model again.")
 
 
+class _Head(msgspec.Struct):
+    """What a manifest of any version says of itself, wherever in the file."""
+
+    format: str
+    version: int
+    written_by: dict[str, str] = {}
+    unfinished: bool = False
+
+
+class _Refused(ValueError):
+    """What a file is that can be no manifest to be read here, and what to do."""
+
+
+def _base(value: object) -> str | int:
+    """A kind of string or integer of somebody's own, `torch.__version__` say, as what it is a kind of."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    raise TypeError(f"a {type(value).__name__} is no JSON")
+
+
+_ENCODER = msgspec.json.Encoder(order="deterministic", enc_hook=_base)
+_DECODER = msgspec.json.Decoder(Manifest)
+_HEAD = msgspec.json.Decoder(_Head)
+
+
+def new_save_id() -> str:
+    """An id for a new save: 16 hexadecimal digits."""
+    return secrets.token_hex(8)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of `sharded_state.json` for `manifest`. Raises `ManifestError` where it is not sound."""
+    try:
+        data = _encode(manifest)
+        wrong = violation(_decode(_ENCODER.encode(manifest)))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ManifestError(f"{FILE_NAME} can't hold this model: {_quote(str(error))}") from error
+    if wrong is None and _is_dense(data):
+        wrong = "it holds more objects and lists than are read again"
+    if wrong is None and len(data) > MAX_BYTES:
+        wrong = f"it has {len(data)} bytes, and no more than {MAX_BYTES} are read again"
+    if wrong is not None:
+        raise ManifestError(f"{FILE_NAME} can't be written: {_quote(wrong)}.")
+    return data
+
+
 def write(directory: Path, manifest: Manifest) -> None:
-    """Publish `manifest` in `directory`, atomically."""
-    data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    data["checksum"] = checksum(data)
-    _replace(directory, data)
+    """Publish `manifest` in `directory`, atomically. Raises `ManifestError` where it is not sound."""
+    _replace(directory, encode(manifest))
 
 
-def _replace(directory: Path, data: dict[str, Any]) -> None:
+def _encode(manifest: Manifest) -> bytes:
+    text = msgspec.json.format(_ENCODER.encode(manifest), indent=1)
+    rest = text.removeprefix(b"{\n")
+    return _BEGIN + of_bytes(rest).encode() + b'",\n' + rest
+
+
+def _replace(directory: Path, data: bytes) -> None:
     temporary = directory / f".{FILE_NAME}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1)
+    with open(temporary, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, directory / FILE_NAME)
 
 
-def checksum(data: dict[str, Any]) -> str:
-    """XXH3 of everything in a manifest but its own checksum, whatever its order and white space."""
-    rest = {name: value for name, value in data.items() if name != "checksum"}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    return of_bytes(text.encode())
-
-
 def mark_unfinished(directory: Path) -> None:
     """Replace a manifest before files that it speaks of are, so that a mixture is not taken for whole."""
-    _replace(directory, {"format": FORMAT, "version": VERSION, "unfinished": True})
+    data = {"format": FORMAT, "version": VERSION, "unfinished": True}
+    _replace(directory, msgspec.json.encode(data))
 
 
 def read(directory: Path) -> Manifest | None:
     """The manifest of `directory`, or None where there is none.
 
-    Raises `ManifestError` for one that is damaged, or written by a newer version of this package.
+    Raises `ManifestError` for one that is damaged, was edited, contradicts itself, is larger than
+    `MAX_BYTES`, or is of a version that is not read here.
     """
     path = directory / FILE_NAME
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
+        data = _bytes(path)
+        return None if data is None else _parse(data)
+    except OSError as error:
         raise ManifestError(f"{path} can't be read: {error}") from error
-    try:
-        return _parse(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _Refused as error:
+        raise ManifestError(f"{path} is refused: {error}") from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ManifestError(
-            f"{path} is damaged ({type(error).__name__}: {error}).\nSave the model again."
+            f"{path} is damaged: {_quote(str(error) or type(error).__name__)}.\n"
+            "Copy it again, or save the model again."
         ) from error
 
 
-def _parse(data: dict[str, Any]) -> Manifest:
-    if data.get("format") != FORMAT:
-        raise ValueError(f"format is {data.get('format')!r}, not {FORMAT!r}")
-    if data["version"] != VERSION:
-        raise ValueError(f"version {data['version']} is not the version {VERSION} known here")
-    if data.get("unfinished"):
-        raise ValueError("a save into this directory did not finish")
-    if data["checksum"] != checksum(data):
-        raise ValueError("its checksum does not fit: the file was changed")
-    return Manifest(
-        written_by=dict(data["written_by"]),
-        binding={group: dict(fields) for group, fields in data["binding"].items()},
-        tied_word_embeddings=bool(data["tied_word_embeddings"]),
-        ranks=[_parse_rank(entry) for entry in data["ranks"]],
-    )
+def _decode(data: bytes) -> Manifest:
+    try:
+        return _DECODER.decode(data)
+    except msgspec.ValidationError as error:
+        raise ValueError(explain(error, data)) from error
 
 
-def _parse_rank(data: dict[str, Any]) -> RankEntry:
-    entry = RankEntry(
-        rank=int(data["rank"]),
-        files={_plain_name(name): int(size) for name, size in data["files"].items()},
-        units={name: UnitEntry(**unit) for name, unit in data["units"].items()},
-        kernels={str(name): str(checksum) for name, checksum in data["kernels"].items()},
-        kernel_environment=str(data["kernel_environment"]),
-        tensors={path: TensorEntry(**tensor) for path, tensor in data["tensors"].items()},
-        values={path: ValueEntry(**value) for path, value in data["values"].items()},
-    )
-    for path, tensor in entry.tensors.items():
-        if tensor.file not in entry.files:
-            raise ValueError(f"tensor {path} lies in {tensor.file!r}, which is not listed")
-    return entry
+def _bytes(path: Path) -> bytes | None:
+    """All bytes of a regular file of bounded size; None where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise _Refused("it is a link to nothing.\nCopy the file that it meant.") from None
+        return None
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _Refused("it is no regular file.\nCopy it again, or save the model again.")
+        if found.st_size > MAX_BYTES:
+            raise _Refused(
+                f"it has {found.st_size} bytes, and at most {MAX_BYTES} are read.\n"
+                "Save the model again."
+            )
+        return file.read(MAX_BYTES)
 
 
-def _plain_name(name: str) -> str:
-    """A file name that cannot lead out of the directory."""
-    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-        raise ValueError(f"{name!r} is not a plain file name")
-    return name
+def _is_dense(data: bytes) -> bool:
+    records = data.count(b"{") + data.count(b"[")
+    return records > _FEW_RECORDS + len(data) // _BYTES_A_RECORD
+
+
+def _parse(data: bytes) -> Manifest:
+    _check_head(_HEAD.decode(data))
+    first = _FIRST_LINE.match(data)
+    if first is None:
+        raise ValueError("its first line is not its checksum")
+    rest = data[first.end() :]
+    if of_bytes(rest).encode() != first[1]:
+        raise ValueError("its checksum does not fit, so it was changed after the save")
+    if _is_dense(data):
+        raise ValueError("it holds more objects and lists than a save writes")
+    manifest = _decode(b"{\n" + rest)
+    # White space is left to the checksum, so that no library's taste in it can lock a checkpoint out.
+    if _ENCODER.encode(manifest) != msgspec.json.format(b"{\n" + rest, indent=-1):
+        raise ValueError(
+            "it is not written as a save writes it: a doubled key, or another spelling"
+        )
+    wrong = violation(manifest)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return manifest
+
+
+def _check_head(head: _Head) -> None:
+    if head.format != FORMAT:
+        raise _Refused(f"its format is '{_quote(head.format)}', not {FORMAT!r}.")
+    if head.unfinished:
+        raise _Refused("a save into this directory did not finish.\nSave the model again.")
+    writer = _quote(head.written_by.get("vllm-sharded-state", "of an unknown version"))
+    if head.version > VERSION:
+        raise _Refused(
+            f"vllm-sharded-state {writer} wrote it in format version {head.version}; up to "
+            f"{VERSION} is read here.\nInstall that version of vllm-sharded-state or a later one."
+        )
+    if head.version < VERSION:
+        raise _Refused(
+            f"vllm-sharded-state {writer} wrote it in format version {head.version}, which was never "
+            f"released; {VERSION} is read here.\nSave the model again."
+        )
+
+
+def _quote(text: str) -> str:
+    """A file's own words on one line, cut where they grow long."""
+    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:_QUOTED])
+    return line if len(line) <= _QUOTED else f"{line[:_QUOTED]} …"

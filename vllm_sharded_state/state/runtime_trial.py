@@ -5,6 +5,7 @@ import torch
 from . import plain
 from .bench import Bench, Results, line, may_be_handles, paths
 from .candidates import KV_PARAMETERS
+from .choices import changed, choices
 from .compare import compare
 from .rebuild import Rebuilt, volatile_paths, with_placeholders
 from .unit_state import UnitState
@@ -44,6 +45,8 @@ def try_runtime(
         names = [leaf.path for leaf in remaining.overlay] + remaining.unfit
         reasons += [f"{name}: differs after it was put back" for name in names]
         reasons += bench.mismatches(results, rehearsed)
+    chosen = choices(bench.unused(unit.name))
+    later = changed(chosen, choices(rehearsed.unit))
     rehearsed.discard()
     if reasons:
         return None
@@ -55,6 +58,8 @@ def try_runtime(
         "runtime",
         overlay=difference.overlay + expected,
         replaced=paths(difference.replaced),
+        choices=chosen,
+        processed=later,
     )
 
 

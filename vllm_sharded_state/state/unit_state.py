@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from .choices import Choices
 from .units import Unit
 from .walk import Leaf
 
@@ -31,6 +32,8 @@ class UnitState:
     overlay: live leaves that are put back after processing.
     replaced: paths in the overlay whose tensor takes the place of one of another form.
     method: class of the quantization method, as the constructor chose it.
+    choices: what that method had chosen when it was constructed; `processed` what changed afterwards
+        (in runtime layout).
     kernels: checksums of what the live kernels give, by module (see `kernels.digest`).
     """
 
@@ -41,6 +44,8 @@ class UnitState:
     overlay: list[Leaf] = field(default_factory=list)
     replaced: frozenset[str] = frozenset()
     method: str | None = None
+    choices: Choices = field(default_factory=dict)
+    processed: Choices = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
 
     @property
