@@ -11,11 +11,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from . import identity, options, publish
-from .checkpoint import manifest
+from .checkpoint import manifest, transaction
 from .checkpoint.dtypes import dtype_name, holds
 from .checkpoint.manifest import RankEntry, TensorEntry, UnitEntry, ValueEntry
+from .checkpoint.transaction import Written
 from .checkpoint.writing import PartWriter, header_room, stale_parts
-from .errors import OptionError, SaveError, ShardedStateError
+from .errors import OptionError, SaveError
 from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
 from .state import construction, kernels, plain, units
@@ -28,6 +29,12 @@ from .state.walk import Kind
 from .stock_keys import StockKeys
 
 logger = init_logger("vllm.sharded_state.save")
+
+#: Bytes of header to leave in a file of hidden state, of which there is little.
+_HEADER = 1 << 20
+
+#: Bytes of header to leave in the smallest parts.
+_SMALL_HEADER = 1 << 16
 
 
 def save_model(
@@ -42,33 +49,27 @@ def save_model(
     module that can't be saved exactly; `SaveError` tells what went wrong with the directory.
     """
     model = model.unwrap() if hasattr(model, "unwrap") else model
-    built = construction.recall(model)
-    if built is None:
-        raise SaveError(
-            "The model was built before vllm-sharded-state was active in this process, so what it "
-            "was loaded from is not known.\nStart the engine with the plugin enabled, and save again."
-        )
     directory = Path(path)
-    entry: RankEntry | None = None
-    saver: _RankSaver | None = None
-    failure: BaseException | None = None
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        saver = _RankSaver(model, built, directory, pattern, max_size)
+    built = construction.recall(model)
+    ranks = publish.ranks()
+
+    def write(save_id: str) -> Written:
+        if built is None:
+            raise SaveError(
+                "The model was built before vllm-sharded-state was active in this process, so what it "
+                "was loaded from is not known.\nStart the engine with the plugin enabled, and save again."
+            )
+        saver = _RankSaver(model, built, directory, pattern, max_size, save_id)
         entry = saver.save()
-    except ShardedStateError as error:
-        failure = error
-    except OSError as error:
-        failure = SaveError(f"{directory} can't be written: {error}")
-        failure.__cause__ = error
-    try:
-        entries = publish.exchange(entry, failure)
-    except BaseException:
-        if saver is not None:
-            saver.abandon()
-        raise
-    assert saver is not None
-    publish.replace(directory, built.vllm_config, entries, saver.commit)
+        if ranks.rank == 0:
+            publish.stage_side_files(directory, built.vllm_config, save_id)
+        return Written(entry, set(entry.files), saver.replaced())
+
+    def describe(entries: list[RankEntry], save_id: str) -> bytes:
+        assert built is not None
+        return publish.describe(built.vllm_config, entries, save_id)
+
+    transaction.replace(directory, ranks, write, describe)
 
 
 class _RankSaver:
@@ -81,6 +82,7 @@ class _RankSaver:
         directory: Path,
         pattern: str | None,
         max_size: int | None,
+        save_id: str,
     ) -> None:
         self._config: Any = built.vllm_config
         self._model = model
@@ -93,6 +95,7 @@ class _RankSaver:
         self._hidden_name = _hidden_name(self._rank, self._part_name)
         self._wanted = options.layout_to_save(self._config.load_config)
         self._max_size = max_size
+        self._save_id = save_id
         self._paths: dict[tuple[Any, ...], str] = {}
         self._beyond_source = False
         self._writers: list[PartWriter] = []
@@ -107,8 +110,8 @@ class _RankSaver:
         self._stock_keys = StockKeys(self._model, every_leaf.values())
         tensors = [path for path, leaf in every_leaf.items() if leaf.is_tensor]
         room = header_room([*tensors, *self._keys, manifest.STOCK_STOP])
-        self._main = PartWriter(self._directory, self._part_name, self._max_size, room)
-        self._hidden = PartWriter(self._directory, self._hidden_name, self._max_size, room)
+        self._main = self._writer(self._part_name, room)
+        self._hidden = self._writer(self._hidden_name, min(room, _HEADER))
         self._writers = [self._main, self._hidden]
         device = _device(self._config)
         self._entry.kernel_environment = kernels.environment(device)
@@ -120,24 +123,24 @@ class _RankSaver:
             for writer in self._writers:
                 writer.close()
         except BaseException:
-            self.abandon()
+            for writer in self._writers:
+                writer.abandon()
             raise
         self._entry.files = self._main.files | self._hidden.files
         self._log()
         return self._entry
 
-    def abandon(self) -> None:
-        """Remove what was written; an earlier checkpoint in the directory stays as it is."""
-        for writer in self._writers:
-            writer.abandon()
+    def replaced(self) -> set[str]:
+        """Files of an earlier save, stock vLLM's included, that carry this rank's names."""
+        names = (self._part_name, self._hidden_name)
+        return {path.name for name in names for path in stale_parts(self._directory, name, set())}
 
-    def commit(self) -> None:
-        """Give the parts their names, and remove those that an earlier save left under such names."""
-        for writer in self._writers:
-            writer.commit()
-        for name in (self._part_name, self._hidden_name):
-            for path in stale_parts(self._directory, name, set(self._entry.files)):
-                path.unlink()
+    def _writer(self, name: Callable[[Any], str], room: int) -> PartWriter:
+        if (
+            self._max_size is not None
+        ):  # a small part gets a small header; when it is full, another part
+            room = min(room, max(_SMALL_HEADER, self._max_size // 64))
+        return PartWriter(self._directory, name, self._max_size, room, self._save_id)
 
     def _source(self) -> Source:
         twin = Twin(self._config, _device(self._config))
@@ -217,7 +220,7 @@ class _RankSaver:
             self._main.add(manifest.STOCK_STOP, torch.empty(0, dtype=torch.uint8))
 
     def _log(self) -> None:
-        size = sum(self._entry.files.values())
+        size = sum(file.size for file in self._entry.files.values())
         layouts = [unit.layout for unit in self._entry.units.values() if unit.method]
         logger.info(
             "Saved rank %d: %d tensors, %.2f GiB in %d files; %d modules in runtime layout, %d in "

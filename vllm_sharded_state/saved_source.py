@@ -29,7 +29,7 @@ class SavedSource:
                 "were before they were processed.\nSave from the model's own checkpoint instead."
             )
         self._entry = found.rank(identity.rank())
-        self._reader = PartReader(self._directory, dict(self._entry.files))
+        self._reader = PartReader(self._directory, dict(self._entry.files), found.save_id)
         self._places = {
             path: tensor
             for key, tensor in self._entry.tensors.items()

@@ -65,6 +65,14 @@ class ValueEntry:
 
 
 @dataclass
+class FileEntry:
+    """A file of a rank: its size in bytes, and the checksum of its first 8+N bytes, the header."""
+
+    size: int
+    header: str
+
+
+@dataclass
 class UnitEntry:
     """Layout of one unit, and the class of the quantization method that processes it, if any does."""
 
@@ -74,14 +82,14 @@ class UnitEntry:
 
 @dataclass
 class RankEntry:
-    """What one rank wrote: files with sizes in bytes, units, tensors by path, values by path.
+    """What one rank wrote: files, units, tensors by path, values by path.
 
     `kernels` holds checksums of what modules compute for fixed inputs, by module name, for processes
     whose `kernel_environment` is the same.
     """
 
     rank: int
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
     units: dict[str, UnitEntry] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
     kernel_environment: str = ""
@@ -97,6 +105,7 @@ class Manifest:
     binding: dict[str, dict[str, Any]]
     tied_word_embeddings: bool
     ranks: list[RankEntry]
+    save_id: str = ""
 
     def rank(self, rank: int) -> RankEntry:
         """The entry of `rank`. Raises `ManifestError` when there is none."""
@@ -106,17 +115,18 @@ class Manifest:
         raise ManifestError(f"{FILE_NAME} has no entry for rank {rank}; save the model again.")
 
 
-def write(directory: Path, manifest: Manifest) -> None:
-    """Publish `manifest` in `directory`, atomically."""
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of the file."""
     data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     data["checksum"] = checksum(data)
-    _replace(directory, data)
+    return json.dumps(data, indent=1).encode()
 
 
-def _replace(directory: Path, data: dict[str, Any]) -> None:
+def write(directory: Path, manifest: Manifest) -> None:
+    """Publish `manifest` in `directory`, atomically."""
     temporary = directory / f".{FILE_NAME}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1)
+    with open(temporary, "wb") as file:
+        file.write(encode(manifest))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, directory / FILE_NAME)
@@ -127,11 +137,6 @@ def checksum(data: dict[str, Any]) -> str:
     rest = {name: value for name, value in data.items() if name != "checksum"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return of_bytes(text.encode())
-
-
-def mark_unfinished(directory: Path) -> None:
-    """Replace a manifest before files that it speaks of are, so that a mixture is not taken for whole."""
-    _replace(directory, {"format": FORMAT, "version": VERSION, "unfinished": True})
 
 
 def read(directory: Path) -> Manifest | None:
@@ -159,8 +164,6 @@ def _parse(data: dict[str, Any]) -> Manifest:
         raise ValueError(f"format is {data.get('format')!r}, not {FORMAT!r}")
     if data["version"] != VERSION:
         raise ValueError(f"version {data['version']} is not the version {VERSION} known here")
-    if data.get("unfinished"):
-        raise ValueError("a save into this directory did not finish")
     if data["checksum"] != checksum(data):
         raise ValueError("its checksum does not fit: the file was changed")
     return Manifest(
@@ -168,13 +171,14 @@ def _parse(data: dict[str, Any]) -> Manifest:
         binding={group: dict(fields) for group, fields in data["binding"].items()},
         tied_word_embeddings=bool(data["tied_word_embeddings"]),
         ranks=[_parse_rank(entry) for entry in data["ranks"]],
+        save_id=str(data["save_id"]),
     )
 
 
 def _parse_rank(data: dict[str, Any]) -> RankEntry:
     entry = RankEntry(
         rank=int(data["rank"]),
-        files={_plain_name(name): int(size) for name, size in data["files"].items()},
+        files={_plain_name(name): FileEntry(**entry) for name, entry in data["files"].items()},
         units={name: UnitEntry(**unit) for name, unit in data["units"].items()},
         kernels={str(name): str(checksum) for name, checksum in data["kernels"].items()},
         kernel_environment=str(data["kernel_environment"]),
