@@ -62,9 +62,11 @@ class SaveLock:
                 os.unlink(self._path)
         except OSError as error:
             logger.warning("%s could not be removed (%s); the next save does it", self._path, error)
-        finally:
-            fd, self._fd, self.is_held = self._fd, None, False
-            os.close(fd)
+        fd, self._fd, self.is_held = self._fd, None, False
+        try:
+            os.close(fd)  # gives the lock back whatever it answers
+        except OSError as error:
+            logger.warning("%s could not be closed: %s", self._path, error)
 
     def _lock(self, kind: int) -> None:
         while True:
