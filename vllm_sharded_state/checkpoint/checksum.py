@@ -27,15 +27,14 @@ def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     Else they come in pieces of at most `CHUNK` bytes.
     """
     tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():  # flags that say how to read the bytes
-        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    flagged = tensor.is_conj() or tensor.is_neg()  # flags that say how to read the bytes
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
         yield _bytes(tensor)
         return
     for piece in _pieces(tensor):
-        yield _bytes(piece.contiguous().cpu())
+        yield _bytes(piece.resolve_conj().resolve_neg().contiguous().cpu())
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -48,8 +47,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for part in tensor:
             yield from _pieces(part)
         return
-    for part in tensor.split(CHUNK // row):
-        yield part
+    yield from tensor.split(CHUNK // row)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

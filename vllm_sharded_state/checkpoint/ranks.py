@@ -50,9 +50,8 @@ class GroupRanks:
             dist.all_gather_object(results, value, group=self._group)
         except RuntimeError as error:
             raise SaveError(
-                f"Saving stopped, because {self._culprits()}.\n"
-                "What the directory held before is as it was, unless it says so below. Start the engine "
-                f"again, and save again. ({str(error).splitlines()[0]})"
+                f"Saving stopped, because {self._culprits()}\n"
+                "The directory holds the earlier checkpoint or the new one, whole. Start the engine anew."
             ) from error
         return results
 
@@ -67,7 +66,7 @@ class GroupRanks:
             if ended:
                 return f"these ranks ended meanwhile:\n{listed(ended)}"
             time.sleep(0.05)
-        return "a rank ended meanwhile, or does not answer; look at the other ranks' logs"
+        return "a rank ended meanwhile or does not answer: see the other ranks' logs."
 
 
 def _runs(pid: int) -> bool:

@@ -152,7 +152,7 @@ class _Save:
         try:
             result = work()
         except OSError as error:
-            failure = SaveError(f"{self._directory} can't be written: {error}")
+            failure = SaveError(f"{self._directory} can't be written: {error}{self._unchanged()}")
             failure.__cause__ = error
         except BaseException as error:  # noqa: BLE001 - told to the other ranks, then raised
             failure = error
@@ -168,6 +168,9 @@ class _Save:
         if failed:
             raise SaveError(f"The save failed, because it failed on:\n{listed(failed)}")
         return [result for result, _, _ in results]
+
+    def _unchanged(self) -> str:
+        return "" if self._in_doubt else "\nWhat it held before is as it was."
 
     def _incomplete(self, problem: str) -> str:
         return (
