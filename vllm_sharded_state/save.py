@@ -19,13 +19,13 @@ from .checkpoint.writing import PartWriter, header_room, stale_parts
 from .errors import OptionError, SaveError
 from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
-from .state import construction, kernels, plain, units
+from .state import construction, kernels, plain, sharing, units
 from .state.compare import place
 from .state.layout import Chooser
 from .state.source import SourceReader
 from .state.twin import Twin
 from .state.unit_state import Source, UnitState
-from .state.walk import Kind
+from .state.walk import Kind, Leaf
 from .stock_keys import StockKeys
 
 logger = init_logger("vllm.sharded_state.save")
@@ -97,6 +97,7 @@ class _RankSaver:
         self._max_size = max_size
         self._save_id = save_id
         self._paths: dict[tuple[Any, ...], str] = {}
+        self._free: dict[str, tuple[Leaf, PartWriter, bool]] = {}
         self._beyond_source = False
         self._writers: list[PartWriter] = []
 
@@ -106,6 +107,7 @@ class _RankSaver:
         states = list(units.all_leaves(self._model))
         every_leaf = {path: leaf for _, leaves in states for path, leaf in leaves.items()}
         refuse_disagreement(every_leaf)
+        self._leaves = every_leaf.values()
         self._live = {id(leaf.value) for leaf in every_leaf.values() if leaf.is_tensor}
         self._stock_keys = StockKeys(self._model, every_leaf.values())
         tensors = [path for path, leaf in every_leaf.items() if leaf.is_tensor]
@@ -119,6 +121,7 @@ class _RankSaver:
         try:
             for unit, leaves in states:
                 self._write(chooser.choose(unit, leaves))
+            self._write_free()
             self._stop_stock()
             for writer in self._writers:
                 writer.close()
@@ -159,15 +162,28 @@ class _RankSaver:
             if leaf.is_tensor:
                 # In a source unit, a part may only hold what stock puts in place before processing.
                 own = leaf.in_state_dict and state.layout == "runtime"
-                owner = leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
                 writer = self._main if own else self._hidden
-                replace = leaf.path in state.replaced
-                self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, owner, replace)
+                if leaf.path in state.added | state.replaced:
+                    self._free[leaf.path] = (leaf, writer, leaf.path in state.replaced)
+                else:
+                    self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, _owner(leaf))
             else:
                 owner = leaf.owner if leaf.attribute else None
                 self._value(leaf.path, leaf.value, "runtime", owner)
         for path, value in state.before.items():
             self._value(path, value, "source", None)
+
+    def _write_free(self) -> None:
+        """Write the tensors that no load creates: with strides, and whose memory they lie in."""
+        found = [leaf for leaf, _, _ in self._free.values()]
+        for leaf, view in sharing.arrange(found, self._leaves):
+            _, writer, replace = self._free[leaf.path]
+            name = f"{leaf.path}{manifest.AGAIN}" if leaf.path in self._entry.tensors else leaf.path
+            entry = self._new_entry(name, leaf.path, leaf.value, "runtime", leaf.kind, writer)
+            entry.owner, entry.replace = _owner(leaf), replace
+            entry.stride = sharing.stride(leaf.value)
+            if view is not None:
+                entry.base, entry.offset = view.base, view.offset
 
     def _value(self, path: str, value: object, stage: str, owner: str | None) -> None:
         name = path if stage == "runtime" else f"{path}{manifest.AGAIN}"
@@ -181,34 +197,37 @@ class _RankSaver:
         kind: Kind,
         writer: PartWriter,
         owner: str | None = None,
-        replace: bool = False,
     ) -> None:
         """Write a tensor, or note that it is another one under a second path."""
-        if not holds(tensor.dtype):
-            raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
         # Only a live tensor's address identifies it: a rebuilt one gives its memory back.
         same = (stage, *place(tensor)) if id(tensor) in self._live and tensor.numel() else None
-        first = self._paths.get(same) if same and not replace else None
+        first = self._paths.get(same) if same else None
         if first is not None:
             self._entry.tensors[first].aliases.append(path)
             return
         # A source unit may hold a buffer twice: as it is before processing, and as it is now.
         name = f"{path}{manifest.AGAIN}" if path in self._entry.tensors else path
         if same:
-            self._paths.setdefault(same, name)
+            self._paths[same] = name
+        self._new_entry(name, path, tensor, stage, kind, writer).owner = owner
+
+    def _new_entry(
+        self,
+        name: str,
+        path: str,
+        tensor: torch.Tensor,
+        stage: str,
+        kind: Kind,
+        writer: PartWriter,
+    ) -> TensorEntry:
+        if not holds(tensor.dtype):
+            raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
         key = self._stock_keys.key(path) if writer is self._main else path
         file, checksum = writer.add(key, tensor)
-        self._entry.tensors[name] = TensorEntry(
-            file,
-            key,
-            str(kind),
-            dtype_name(tensor.dtype),
-            list(tensor.shape),
-            stage,
-            checksum,
-            owner=owner,
-            replace=replace,
-        )
+        shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
+        entry = TensorEntry(file, key, str(kind), dtype, shape, stage, checksum)
+        self._entry.tensors[name] = entry
+        return entry
 
     def _stop_stock(self) -> None:
         """Keep stock vLLM from loading a checkpoint whose parts look whole to it and are not.
@@ -258,6 +277,11 @@ def _hidden_name(rank: int, part_name: Callable[[Any], str]) -> Callable[[Any], 
             "hidden state is kept.\nUse a pattern with a name of its own."
         )
     return name
+
+
+def _owner(leaf: Leaf) -> str | None:
+    """The module that the plain attribute `leaf` belongs to; None for what is no attribute of one."""
+    return leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
 
 
 def _device(config: Any) -> torch.device:

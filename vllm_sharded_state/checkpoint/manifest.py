@@ -40,7 +40,9 @@ class TensorEntry:
     `checksum` is the XXH3 hash (128 bits) of its bytes in row-major order, in hexadecimal.
     `stage` is `source` when it is placed before processing and `runtime` after; `owner` names the
     module whose plain attribute it is when no load creates it; `replace` says that a load creates a
-    tensor of another form in its place.
+    tensor of another form in its place. Such a tensor comes back with its `stride` (in elements; null
+    where it is contiguous), and `offset` bytes behind the first element of the tensor at the path
+    `base`, if that is given.
     """
 
     file: str
@@ -53,6 +55,9 @@ class TensorEntry:
     aliases: list[str] = field(default_factory=list)
     owner: str | None = None
     replace: bool = False
+    stride: list[int] | None = None
+    base: str | None = None
+    offset: int = 0
 
 
 @dataclass

@@ -55,6 +55,7 @@ def try_runtime(
         "runtime",
         overlay=difference.overlay + expected,
         replaced=paths(difference.replaced),
+        added=paths(difference.added),
     )
 
 

@@ -30,6 +30,7 @@ class UnitState:
     before: Python values, by path, that are set before processing.
     overlay: live leaves that are put back after processing.
     replaced: paths in the overlay whose tensor takes the place of one of another form.
+    added: paths in the overlay of tensors that a load does not create.
     method: class of the quantization method, as the constructor chose it.
     kernels: checksums of what the live kernels give, by module (see `kernels.digest`).
     """
@@ -40,6 +41,7 @@ class UnitState:
     before: dict[str, object] = field(default_factory=dict)
     overlay: list[Leaf] = field(default_factory=list)
     replaced: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
     method: str | None = None
     kernels: dict[str, str] = field(default_factory=dict)
 
