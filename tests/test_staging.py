@@ -186,9 +186,19 @@ def test_killed_while_completing_a_killed_save(tmp_path: Path) -> None:
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_refused_at_every_operation(case: Case, lasting: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "lasting"),
+    [
+        ("nothing, parts", False),
+        ("one part, parts", False),
+        ("one part, parts", True),
+        ("parts, fewer", False),
+        ("stock's parts, parts", True),
+    ],
+)
+def test_refused_at_every_operation(tmp_path: Path, name: str, lasting: bool) -> None:
     """`lasting`: whatever changes the directory fails from then on, as when it becomes read-only."""
+    case = Case(name, tmp_path)
     log = case.operations()
     commit = _published(log)
     told = 0
@@ -297,6 +307,21 @@ def test_a_journal_that_no_save_wrote_removes_nothing(tmp_path: Path) -> None:
             case.save(directory)
     assert outside.read_text() == "mine"
     assert equal(through_manifest(directory), OLD)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    case = Case("one part, parts", tmp_path)
+    directory = case.place()
+    save_id = staging.published_id(directory)
+    assert save_id is not None
+    os.mkfifo(directory / f".journal.{save_id}.tmp")
+    assert staging.waiting_removal(directory, save_id) == set()
+    with pytest.raises(SaveError, match="no file that a save wrote"):
+        case.save(directory)
+    (directory / "sharded_state.json").unlink()
+    os.mkfifo(directory / "sharded_state.json")
+    case.save(directory)
+    assert equal(through_manifest(directory), NEW)
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def _make(
         if not isinstance(base, torch.Tensor):
             raise RuntimeError(f"there is no tensor {entry.base}, in whose memory it lay")
         made = sharing.view(base, entry.offset, values.dtype, entry.shape, entry.stride)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # as torch says what a form can't be
         raise RestoreError(
             f"{path} can't be made as it was saved: {error}.\n"
             "Save the model again with this version of vLLM."

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ from .lock import SaveLock
 #: Staged names that are no part.
 SIDE_FILES = "side-files"
 JOURNAL = "journal"
+
+#: Larger than the manifest of millions of tensors.
+_MAX_JSON = 1 << 30
 
 _STAGED = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})\.tmp", re.DOTALL)
 
@@ -125,10 +129,13 @@ def waiting_side_files(directory: Path, save_id: str) -> list[str]:
 
 
 def waiting_removal(directory: Path, save_id: str) -> set[str]:
-    """Files of an earlier save that the published one has yet to remove. Raises `SaveError`."""
+    """Files of an earlier save that the published one has yet to remove.
+
+    None where there is no journal, or no readable one: then nothing explains such files.
+    """
     try:
         return _read_journal(staged(directory, JOURNAL, save_id))[1]
-    except FileNotFoundError:
+    except (FileNotFoundError, SaveError):
         return set()
 
 
@@ -196,7 +203,7 @@ def published_id(directory: Path) -> str | None:
 
 def _manifest(directory: Path) -> dict[str, Any]:
     try:
-        data = json.loads((directory / manifest.FILE_NAME).read_bytes())
+        data = _read_json(directory / manifest.FILE_NAME)
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
@@ -204,7 +211,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
 
 def _read_journal(path: Path) -> tuple[set[str], set[str]]:
     try:
-        data = json.loads(path.read_bytes())
+        data = _read_json(path)
         names = set(data["files"]), set(data["replaced"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SaveError(f"{path} is damaged ({error}). Save into another directory.") from error
@@ -215,6 +222,16 @@ def _read_journal(path: Path) -> tuple[set[str], set[str]]:
             "Save into another directory."
         )
     return names
+
+
+def _read_json(path: Path) -> Any:
+    """Raises `ValueError` for what is no JSON, no file, or larger than any that a save writes."""
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON:
+        raise ValueError("it is no file that a save wrote")
+    return json.loads(path.read_bytes())
 
 
 def _is_plain(name: object) -> bool:
