@@ -32,6 +32,9 @@ CHANGES = (
     *WRITES,
 )
 
+#: What leaves the directory as it is: killed before one of these is killed before the next operation.
+NO_CHANGE = ("fsync", "close", "flock")
+
 Tensors = dict[str, torch.Tensor]
 
 
