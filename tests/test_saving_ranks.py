@@ -18,7 +18,7 @@ from tests.support import crashes
 from tests.support.crashes import equal, names, through_manifest
 from vllm_sharded_state.checkpoint import lock, manifest, staging, transaction, writing
 from vllm_sharded_state.checkpoint.lock import SaveLock
-from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, TensorEntry
+from vllm_sharded_state.checkpoint.manifest import RankEntry, TensorEntry
 from vllm_sharded_state.checkpoint.ranks import GroupRanks
 from vllm_sharded_state.checkpoint.transaction import Written
 from vllm_sharded_state.errors import SaveError
@@ -181,9 +181,6 @@ def _rank(root: Path, rank: int, fault: str | None) -> None:
         entry.tensors["w"] = TensorEntry(file, "w", "parameter", "I64", [2], "source", checksum)
         return Written(entry, set(writer.files), {name(0)})
 
-    def describe(entries: list[Any], save_id: str) -> bytes:
-        return manifest.encode(Manifest({}, {}, False, entries, save_id))
-
     def at(index: int, operation: str, args: Any) -> None:
         if operation == "rename" and str(args[1]).endswith(fault_at):
             if fault == "killed after publishing":
@@ -200,7 +197,7 @@ def _rank(root: Path, rank: int, fault: str | None) -> None:
     told = None
     try:
         with crashes.Operations(at).active():
-            transaction.replace(directory, GroupRanks(dist.group.WORLD), write, describe)
+            transaction.replace(directory, GroupRanks(dist.group.WORLD), write, crashes.describe)
     except (SaveError, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"
     (root / f"{rank}.json").write_text(json.dumps([told, time.monotonic() - began]))

@@ -122,10 +122,20 @@ def save(directory: Path, tensors: Tensors, model: Path, max_size: int | None = 
         old = {path.name for path in writing.stale_parts(directory, part_name, set())}
         return Written(entry, set(writer.files), old)
 
-    def describe(entries: list[RankEntry], save_id: str) -> bytes:
-        return manifest.encode(Manifest({}, {}, False, entries, save_id))
-
     transaction.replace(directory, Alone(), write, describe)
+
+
+def describe(entries: list[RankEntry], save_id: str) -> bytes:
+    """The manifest of tensors that belong to no model."""
+    return manifest.encode(
+        Manifest(
+            written_by={},
+            binding={},
+            tied_word_embeddings=False,
+            ranks=entries,
+            save_id=save_id,
+        )
+    )
 
 
 def killed(at: Callable[[int, str, tuple[Any, ...]], int | None], work: Callable[[], None]) -> bool:
