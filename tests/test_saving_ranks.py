@@ -18,7 +18,7 @@ from tests.support import crashes
 from tests.support.crashes import equal, names, through_manifest
 from vllm_sharded_state.checkpoint import lock, manifest, staging, transaction, writing
 from vllm_sharded_state.checkpoint.lock import SaveLock
-from vllm_sharded_state.checkpoint.manifest import RankEntry, TensorEntry
+from vllm_sharded_state.checkpoint.manifest import RankEntry, TensorEntry, UnitEntry
 from vllm_sharded_state.checkpoint.ranks import GroupRanks
 from vllm_sharded_state.checkpoint.transaction import Written
 from vllm_sharded_state.errors import SaveError
@@ -177,7 +177,8 @@ def _rank(root: Path, rank: int, fault: str | None) -> None:
         if fault == f"killed {rank}":
             crashes.die()
         writer.close()
-        entry = RankEntry(rank, files=writer.files)
+        units = {"": UnitEntry("source", None)}
+        entry = RankEntry(rank, files=writer.files, units=units)
         entry.tensors["w"] = TensorEntry(file, "w", "parameter", "I64", [2], "source", checksum)
         return Written(entry, set(writer.files), {name(0)})
 

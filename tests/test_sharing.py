@@ -149,6 +149,32 @@ def test_places_that_do_not_exist_are_refused(more: dict[str, Any], said: str) -
     assert not hasattr(module, "t")
 
 
+def test_views_of_views_are_made_whatever_their_order() -> None:
+    """A manifest lists entries by name, not as they depend on each other."""
+    module = _module(w=nn.Parameter(BASE.clone(), requires_grad=False))
+    leaves = units.leaves(units.Unit("m", {"m": module}, False), set())
+    entries = {
+        "m.a": _entry(BASE[1], owner="m", base="m.b", offset=24),
+        "m.b": _entry(BASE, owner="m", base="m.c"),
+        "m.c": _entry(BASE, owner="m"),
+    }
+    values = {"m.a": BASE[1], "m.b": BASE, "m.c": BASE}
+    remake(entries, values.__getitem__, leaves, {"m": module}, CPU)
+    module.c.fill_(3)
+    assert module.a.tolist() == [3.0] * 6
+    assert torch.equal(module.b, module.c)
+    assert torch.equal(module.w, BASE)
+
+
+def test_views_that_lie_in_each_other_are_refused() -> None:
+    entries = {
+        "m.a": _entry(BASE, owner="m", base="m.b"),
+        "m.b": _entry(BASE, owner="m", base="m.a"),
+    }
+    with pytest.raises(RestoreError, match=r"m\.a\n  m\.b"):
+        remake(entries, lambda _: BASE, {}, {"m": nn.Module()}, CPU)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(("way", "layout"), [(PACKED, "auto"), (TENSORS, "runtime")])
 def test_a_model_with_views_comes_back(way: str, layout: str, zoo: Zoo, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .checkpoint.manifest import TensorEntry
-from .errors import RestoreError
+from .errors import RestoreError, listed
 from .state import sharing
 from .state.kernels import same_bits
 from .state.walk import Leaf
@@ -22,35 +22,50 @@ def remake(
     """Put the tensors in `entries`, by path, in the place of what `leaves` has there or lacks.
 
     `read` gives the saved elements of a path. Those of another form replace what is there; those that
-    are not there become attributes of their owner, on `device`. `entries` are in the order in which they
-    were saved, so that each comes after the one whose memory it lies in; all else is filled already.
+    are not there become attributes of their owner, on `device`. All else has to be filled already.
 
     Raises `RestoreError`.
     """
-    there = {path: leaf.value for path, leaf in leaves.items()}
-    for path, entry in entries.items():
-        leaf = leaves.get(path)
-        if leaf is not None and entry.replace and leaf.assign is not None:
-            there[path] = _make(path, entry, read(path), there, leaf.value.device)
-            leaf.assign(there[path])
-        elif leaf is None and entry.owner is not None:
-            there[path] = _make(path, entry, read(path), there, device)
-            name = path.removeprefix(entry.owner).removeprefix(".")
-            setattr(modules[entry.owner], name, there[path])
+    made: dict[str, torch.Tensor] = {}
+    waiting = {
+        path: entry
+        for path, entry in entries.items()
+        if (entry.replace if path in leaves else entry.owner is not None)
+    }
+    while waiting:
+        ready = [path for path, entry in waiting.items() if entry.base not in waiting]
+        if not ready:
+            raise RestoreError(
+                f"Each of these is said to lie in the memory of another:\n{listed(waiting)}\n"
+                "The manifest was changed. Save the model again."
+            )
+        for path in ready:
+            entry, leaf = waiting.pop(path), leaves.get(path)
+            base: object = None
+            if entry.base is not None:
+                other = leaves.get(entry.base)
+                base = made.get(entry.base, None if other is None else other.value)
+            where = device if leaf is None else leaf.value.device
+            made[path] = _make(path, entry, read(path), base, where)
+            if leaf is None:
+                assert entry.owner is not None
+                name = path.removeprefix(entry.owner).removeprefix(".")
+                setattr(modules[entry.owner], name, made[path])
+            elif leaf.assign is not None:
+                leaf.assign(made[path])
 
 
 def _make(
     path: str,
     entry: TensorEntry,
     values: torch.Tensor,
-    there: Mapping[str, object],
+    base: object,
     device: torch.device,
 ) -> torch.Tensor:
     """A tensor in its own memory, or in that of the one it was a view of."""
     try:
         if entry.base is None:
             return sharing.restored(values, entry.stride, device)
-        base = there.get(entry.base)
         if not isinstance(base, torch.Tensor):
             raise RuntimeError(f"there is no tensor {entry.base}, in whose memory it lay")
         made = sharing.view(base, entry.offset, values.dtype, entry.shape, entry.stride)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from vllm_sharded_state import sidefiles
 from vllm_sharded_state.checkpoint import manifest, transaction, writing
 from vllm_sharded_state.checkpoint.dtypes import dtype_name
-from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, TensorEntry
+from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, TensorEntry, UnitEntry
 from vllm_sharded_state.checkpoint.ranks import Alone
 from vllm_sharded_state.checkpoint.transaction import Written
 
@@ -109,7 +109,7 @@ def save(directory: Path, tensors: Tensors, model: Path, max_size: int | None = 
     def write(save_id: str) -> Written:
         room = writing.header_room(tensors)
         writer = writing.PartWriter(directory, part_name, max_size, room, save_id)
-        entry = RankEntry(0)
+        entry = RankEntry(0, units={"": UnitEntry("source", None)})
         for key, tensor in tensors.items():
             file, checksum = writer.add(key, tensor)
             shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
@@ -130,7 +130,7 @@ def describe(entries: list[RankEntry], save_id: str) -> bytes:
     return manifest.encode(
         Manifest(
             written_by={},
-            binding={},
+            binding={"world": {"tensor_parallel_size": len(entries)}},
             tied_word_embeddings=False,
             ranks=entries,
             save_id=save_id,
