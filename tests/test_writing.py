@@ -67,6 +67,15 @@ def test_strided_tensors_are_written_in_row_major_order(
     assert written[key][1] == xxh3_128(expected).hexdigest()
 
 
+def test_pieces_of_a_strided_tensor_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in memory at a time is one piece, however large the tensor."""
+    monkeypatch.setattr(checksum, "CHUNK", 64)
+    pieces = checksum.host_bytes(BASE.transpose(0, 3))
+    places = [torch.frombuffer(piece, dtype=torch.uint8).data_ptr() for piece in pieces]
+    assert len(places) == 10, "480 bytes, three rows of 16 at a time"
+    assert len(set(places)) == 1
+
+
 def _check_file(path: Path, entry: Any, expected: list[tuple[str, bytes]]) -> None:
     """Size and header checksum are those of the file, and tensors lie without gap or overlap."""
     data = path.read_bytes()

@@ -24,7 +24,8 @@ def checksum(data: bytes | memoryview) -> str:
 def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of `tensor` in row-major order, without a copy where it is contiguous on the host.
 
-    Else they come in pieces of at most `CHUNK` bytes.
+    Else they come in pieces of at most `CHUNK` bytes, each valid until the next is asked for: all lie in
+    one buffer, because an allocator that is asked for each anew holds many of them.
     """
     tensor = tensor.detach()
     if tensor.numel() == 0:
@@ -33,8 +34,11 @@ def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
         yield _bytes(tensor)
         return
+    room = torch.empty(min(CHUNK, tensor.numel() * tensor.element_size()), dtype=torch.uint8)
     for piece in _pieces(tensor):
-        yield _bytes(piece.resolve_conj().resolve_neg().contiguous().cpu())
+        size = piece.numel() * piece.element_size()
+        room[:size].view(tensor.dtype).view(piece.shape).copy_(piece)
+        yield _bytes(room[:size])
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
