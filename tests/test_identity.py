@@ -11,7 +11,7 @@ from torch import nn
 from vllm import envs
 
 from vllm_sharded_state import identity, switches
-from vllm_sharded_state.checkpoint import manifest
+from vllm_sharded_state.checkpoint import manifest, staging
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
 from vllm_sharded_state.errors import MismatchError, SaveError
 from vllm_sharded_state.state.choices import changed, choices, different, together
@@ -71,7 +71,7 @@ def saved_and_read(directory, binding):
         directory,
         Manifest(
             written_by={},
-            save_id=manifest.new_save_id(),
+            save_id=staging.new_id(),
             binding=binding,
             tied_word_embeddings=False,
             ranks=[RankEntry(number) for number in range(_ranks(binding))],

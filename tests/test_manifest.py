@@ -339,13 +339,6 @@ def test_other_versions_are_refused_with_what_to_do(tmp_path, version):
     assert advice in str(caught.value)
 
 
-def test_what_an_unfinished_save_of_old_left_is_refused(tmp_path):
-    data = {"format": manifest.FORMAT, "version": manifest.VERSION, "unfinished": True}
-    (tmp_path / manifest.FILE_NAME).write_text(json.dumps(data))
-    with pytest.raises(ManifestError, match="did not finish"):
-        manifest.read(tmp_path)
-
-
 def test_an_edit_from_outside_that_keeps_to_the_form_is_read(tmp_path):
     """The tests' own way to write one, which shares no code with the product."""
     manifest.write(tmp_path, whole())

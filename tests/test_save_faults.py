@@ -1,5 +1,7 @@
 """A save that can't be completed says so and leaves nothing that looks complete."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,10 +48,31 @@ class Faults:
             way,
             WITH_OURS,
         )
-        left = ["full", "later", "over"]
+        self._kill_in_the_last_step(root / "over", root / "half")
+        shutil.copytree(root / "half", root / "waiting")
+        side_files = next((root / "waiting").glob(".journal.*")).name.replace(
+            "journal", "side-files"
+        )
+        (root / "waiting" / side_files).mkdir()
+        shutil.copy(root / "over" / "config.json", root / "waiting" / side_files)
+        left = ["full", "later", "over", "half", "waiting"]
         self.loads = run_batch(
             [sharded(KIND, root / name, id=name) for name in left], way, WITH_OURS
         )
+
+    @staticmethod
+    def _kill_in_the_last_step(complete: Path, half: Path) -> None:
+        """What a save leaves that is killed after it was published: one part has its name, others not."""
+        shutil.copytree(complete, half)
+        manifest = edit.read_manifest(half)
+        files = sorted(manifest["ranks"][0]["files"])
+        for name in files[1:]:
+            (half / name).rename(half / f".{name}.{manifest['save_id']}.tmp")
+        old = ["model-rank-0-part-98.safetensors", "hidden-state-rank-0-part-99.safetensors"]
+        for name in old:
+            (half / name).write_text("of the checkpoint before")
+        journal = half / f".journal.{manifest['save_id']}.tmp"
+        journal.write_text(json.dumps({"files": files, "replaced": [*files, *old]}))
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: "-".join(way))
@@ -83,6 +106,20 @@ def test_an_earlier_checkpoint_outlives_a_save_over_it_that_fails(faults: Faults
     listed = set(edit.read_manifest(faults.root / "over")["ranks"][0]["files"])
     found = {path.name for path in (faults.root / "over").iterdir() if "safetensors" in path.name}
     assert found == listed, "the save that failed left files of its own"
+
+
+def test_a_save_killed_in_its_last_step_loads(faults: Faults) -> None:
+    load = faults.loads["half"]
+    assert load["error"] is None, explain(load)
+    assert differences(load["snapshot"], faults.saves["complete"]["snapshot"]) == []
+
+
+def test_a_config_that_a_kill_kept_back_is_told(faults: Faults) -> None:
+    error = faults.loads["waiting"]["error"]
+    assert error is not None, "the engine was configured by an earlier save's file"
+    assert error["type"] == "IncompleteError", explain(faults.loads["waiting"])
+    assert "config.json" in error["message"]
+    assert f"vllm_sharded_state.checkpoint.staging {faults.root / 'waiting'}" in error["message"]
 
 
 @pytest.mark.parametrize(("name", "directory"), [("full", "full"), ("full later", "later")])

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from xxhash import xxh3_128_hexdigest
 
 from vllm_sharded_state import source_identity
-from vllm_sharded_state.checkpoint import fingerprint, manifest
+from vllm_sharded_state.checkpoint import fingerprint, manifest, staging
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, Source, SourceFile
 from vllm_sharded_state.errors import MismatchError, OptionError
 from vllm_sharded_state.source_identity import Recorder, refuse_other, weight_files
@@ -140,7 +140,7 @@ def _sharded(directory, source):
     directory.mkdir()
     written = Manifest(
         written_by={},
-        save_id=manifest.new_save_id(),
+        save_id=staging.new_id(),
         binding={},
         tied_word_embeddings=False,
         source=source,

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from . import identity, options, source_identity, stock
-from .checkpoint import manifest
+from .checkpoint import manifest, staging
 from .checkpoint.manifest import Manifest, RankEntry
 from .checkpoint.reading import PartReader
 from .checkpoint.writing import stale_parts
@@ -60,8 +60,9 @@ def load_model(
     if found is None:
         restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked)
     else:
+        _refuse_waiting(directory, found)
         entry = _entry(found, directory, vllm_config, loader.pattern)
-        reader = PartReader(directory, {name: file.size for name, file in entry.files.items()})
+        reader = PartReader(directory, dict(entry.files), found.save_id)
         restorer = Restorer(directory, entry, reader, asked)
         if not found.tied_word_embeddings:
             _untie(model_config)
@@ -122,17 +123,29 @@ def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | No
     here = identity.binding(vllm_config)
     identity.refuse_mismatch(found.binding, here, in_runtime, directory)
     entry = found.rank(identity.rank())
-    _refuse_strangers(directory, entry, pattern)
+    _refuse_strangers(directory, entry, pattern, found.save_id)
     return entry
 
 
-def _refuse_strangers(directory: Path, entry: RankEntry, pattern: str | None) -> None:
+def _refuse_waiting(directory: Path, found: Manifest) -> None:
+    """Raise `IncompleteError` where the engine may have been configured by an earlier save's files."""
+    waiting = staging.waiting_side_files(directory, found.save_id)
+    if waiting:
+        raise IncompleteError(
+            f"A save into {directory} was killed in its last step: its weights can be read, but these "
+            f"files are still those of the checkpoint before it:\n{listed(waiting)}\n"
+            f"Complete it: python -m vllm_sharded_state.checkpoint.staging {directory}"
+        )
+
+
+def _refuse_strangers(directory: Path, entry: RankEntry, pattern: str | None, save_id: str) -> None:
     """Raise `IncompleteError` for part files that look like this rank's but that no save wrote here."""
 
     def name(part: str) -> str:
         return ShardedStateLoader._render_default_pattern(pattern, part=part)
 
-    strangers = stale_parts(directory, name, set(entry.files))
+    known = set(entry.files) | staging.waiting_removal(directory, save_id)
+    strangers = stale_parts(directory, name, known)
     if strangers:
         raise IncompleteError(
             f"{directory} holds parts that {manifest.FILE_NAME} does not list, as if two saves were "

@@ -1,6 +1,5 @@
-"""Publish a checkpoint once every rank has written its own: the files beside it, then the manifest."""
+"""What rank 0 publishes when every rank has written its own: the files beside the parts, the manifest."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +7,52 @@ from torch import distributed as dist
 from vllm.distributed import get_world_group
 
 from . import identity, sidefiles
-from .checkpoint import fingerprint, manifest
-from .checkpoint.manifest import Manifest, RankEntry, SideFile
-from .errors import SaveError, listed
+from .checkpoint import manifest
+from .checkpoint.manifest import Manifest, RankEntry, SideFile, Source
+from .checkpoint.ranks import Alone, GroupRanks, Ranks
 from .origins import local_folder
 from .source_identity import Recorder
 
 
-def _copy_side_files(directory: Path, config: Any) -> dict[str, SideFile]:
+def ranks() -> Ranks:
+    """The workers of this engine. Raises `SaveError` when one of them has ended."""
+    if not dist.is_initialized() or get_world_group().world_size == 1:
+        return Alone()
+    return GroupRanks(get_world_group().cpu_group)
+
+
+def stage_side_files(directory: Path, config: Any, save_id: str) -> dict[str, SideFile]:
+    """Stage the files of model and tokenizer that hold no weights. Raises `OSError`."""
     model_config = config.model_config
-    names: set[str] = set()
-    for origin in {str(model_config.model), str(model_config.tokenizer)}:
-        folder = local_folder(origin, model_config.revision)
-        if folder is not None:
-            names |= set(sidefiles.copy(folder, directory))
-    return {name: SideFile(*fingerprint.content(directory / name)) for name in names}
+    model = local_folder(str(model_config.model), model_config.revision)
+    tokenizer = local_folder(str(model_config.tokenizer), model_config.tokenizer_revision)
+    staged = sidefiles.stage(model, tokenizer, directory, save_id)
+    return {name: SideFile(size, checksum) for name, (size, checksum) in staged.items()}
 
 
-def record_source(config: Any) -> Recorder | None:
-    """On rank 0, begin to read what the engine was started from."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return None
+def describe(
+    config: Any,
+    entries: list[RankEntry],
+    save_id: str,
+    source: Source | None,
+    side_files: dict[str, SideFile],
+) -> bytes:
+    """The manifest of a save, as the bytes of its file. Raises `ManifestError` where it is not sound."""
+    return manifest.encode(
+        Manifest(
+            written_by=identity.written_by(),
+            binding=identity.binding(config),
+            tied_word_embeddings=_is_tied(config.model_config, entries),
+            ranks=sorted(entries, key=lambda entry: entry.rank),
+            save_id=save_id,
+            source=source,
+            side_files=side_files,
+        )
+    )
+
+
+def record_source(config: Any) -> Recorder:
+    """Begin to read what the engine was started from."""
     model = config.model_config
     return Recorder(config, local_folder(str(model.model_weights or model.model), model.revision))
 
@@ -42,66 +66,3 @@ def _is_tied(model_config: Any, entries: list[RankEntry]) -> bool:
             if len(names) > 1 and any(name.endswith("lm_head.weight") for name in names):
                 return True
     return False
-
-
-def exchange(entry: RankEntry | None, failure: BaseException | None) -> list[RankEntry]:
-    """Give every rank's entry to all; raise everywhere when one rank failed."""
-    if not dist.is_initialized() or get_world_group().world_size == 1:
-        if failure is not None:
-            raise failure
-        assert entry is not None
-        return [entry]
-    group = get_world_group()
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    results: list[Any] = [None] * group.world_size
-    dist.all_gather_object(results, (entry, told), group=group.cpu_group)
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(results) if text]
-    if failed:
-        raise SaveError(f"Nothing was published, because saving failed on:\n{listed(failed)}")
-    return [result for result, _ in results]
-
-
-def barrier() -> None:
-    """Wait for every rank."""
-    if dist.is_initialized() and get_world_group().world_size > 1:
-        dist.barrier(group=get_world_group().cpu_group)
-
-
-def replace(
-    directory: Path,
-    config: Any,
-    entries: list[RankEntry],
-    commit: Callable[[], None],
-    source: Recorder | None,
-) -> None:
-    """Put the new parts of all ranks in the place of whatever `directory` held, then the manifest.
-
-    `commit` gives this rank's parts their names. In between the directory says that it is unfinished.
-    Raises `SaveError`.
-    """
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    try:
-        if first:
-            manifest.mark_unfinished(directory)
-        barrier()
-        commit()
-        barrier()
-        if first:
-            side_files = _copy_side_files(directory, config)
-            manifest.write(
-                directory,
-                Manifest(
-                    written_by=identity.written_by(),
-                    save_id=manifest.new_save_id(),
-                    source=source.result() if source is not None else None,
-                    side_files=side_files,
-                    binding=identity.binding(config),
-                    tied_word_embeddings=_is_tied(config.model_config, entries),
-                    ranks=sorted(entries, key=lambda entry: entry.rank),
-                ),
-            )
-        barrier()
-    except OSError as error:
-        raise SaveError(f"{directory} can't be written: {error}") from error

@@ -19,6 +19,7 @@ from .checkpoint.reading import PartReader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .options import Options
+from .remake import remake
 from .state import kernels, placeholders, plain, units
 from .state.choices import choices, different, together
 from .state.kernels import same_bits
@@ -94,8 +95,6 @@ class Restorer:
                     continue
                 if path in self._late and self._late[path].replace:
                     placed.add(path)
-                    assert leaf.assign is not None
-                    leaf.assign(self._read(path, self._late).to(leaf.value.device, copy=True))
                 elif path in self._late:
                     placed.add(path)
                     fills.append((path, leaf.value))
@@ -108,13 +107,11 @@ class Restorer:
         faults.unexpected += [p for p in self._late if p not in placed and p not in added]
         faults.refuse(self._directory, self._strict)
         modules = units.named_modules(model)
-        for path, entry in added.items():
-            assert entry.owner is not None
-            name = path.removeprefix(entry.owner).removeprefix(".")
-            device = next((t.device for _, t in fills), torch.device("cpu"))
-            setattr(modules[entry.owner], name, self._read(path, self._late).to(device, copy=True))
         for path, tensor in fills:
             self._fill(path, tensor, self._late)
+        every = {path: leaf for _, lv in leaves_by_unit for path, leaf in lv.items()}
+        device = next((t.device for _, t in fills), torch.device("cpu"))
+        remake(self._late, lambda path: self._read(path, self._late), every, modules, device)
         for path in faults.missing:
             self._default(path, next(lv[path].value for _, lv in leaves_by_unit if path in lv))
         self._refuse_overwritten(fills, self._late)

@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,31 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from . import identity, options, publish
-from .checkpoint import manifest
+from .checkpoint import manifest, transaction
 from .checkpoint.dtypes import dtype_name, holds
-from .checkpoint.manifest import RankEntry, TensorEntry, UnitEntry, ValueEntry
+from .checkpoint.manifest import RankEntry, SideFile, TensorEntry, UnitEntry, ValueEntry
+from .checkpoint.transaction import Written
 from .checkpoint.writing import PartWriter, header_room, stale_parts
-from .errors import OptionError, SaveError, ShardedStateError
+from .errors import OptionError, SaveError
 from .mirrors import refuse_disagreement
 from .saved_source import SavedSource
-from .state import construction, kernels, plain, units
+from .source_identity import Recorder
+from .state import construction, kernels, plain, sharing, units
 from .state.compare import place
 from .state.layout import Chooser
 from .state.source import SourceReader
 from .state.twin import Twin
 from .state.unit_state import Source, UnitState
-from .state.walk import Kind
+from .state.walk import Kind, Leaf
 from .stock_keys import StockKeys
 
 logger = init_logger("vllm.sharded_state.save")
+
+#: Bytes of header to leave in a file of hidden state, of which there is little.
+_HEADER = 1 << 20
+
+#: Bytes of header to leave in the smallest parts.
+_SMALL_HEADER = 1 << 16
 
 
 def save_model(
@@ -42,34 +51,40 @@ def save_model(
     module that can't be saved exactly; `SaveError` tells what went wrong with the directory.
     """
     model = model.unwrap() if hasattr(model, "unwrap") else model
-    built = construction.recall(model)
-    if built is None:
-        raise SaveError(
-            "The model was built before vllm-sharded-state was active in this process, so what it "
-            "was loaded from is not known.\nStart the engine with the plugin enabled, and save again."
-        )
     directory = Path(path)
-    entry: RankEntry | None = None
-    saver: _RankSaver | None = None
-    failure: BaseException | None = None
-    source = publish.record_source(built.vllm_config)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        saver = _RankSaver(model, built, directory, pattern, max_size)
+    built = construction.recall(model)
+    ranks = publish.ranks()
+    first = _OfRankZero()
+
+    def write(save_id: str) -> Written:
+        if built is None:
+            raise SaveError(
+                "The model was built before vllm-sharded-state was active in this process, so what it "
+                "was loaded from is not known.\nStart the engine with the plugin enabled, and save again."
+            )
+        if ranks.rank == 0:
+            first.source = publish.record_source(built.vllm_config)
+        saver = _RankSaver(model, built, directory, pattern, max_size, save_id)
         entry = saver.save()
-    except ShardedStateError as error:
-        failure = error
-    except OSError as error:
-        failure = SaveError(f"{directory} can't be written: {error}")
-        failure.__cause__ = error
-    try:
-        entries = publish.exchange(entry, failure)
-    except BaseException:
-        if saver is not None:
-            saver.abandon()
-        raise
-    assert saver is not None
-    publish.replace(directory, built.vllm_config, entries, saver.commit, source)
+        if ranks.rank == 0:
+            first.side_files = publish.stage_side_files(directory, built.vllm_config, save_id)
+        return Written(entry, set(entry.files), saver.replaced())
+
+    def describe(entries: list[RankEntry], save_id: str) -> bytes:
+        assert built is not None
+        assert first.source is not None
+        source = first.source.result()
+        return publish.describe(built.vllm_config, entries, save_id, source, first.side_files)
+
+    transaction.replace(directory, ranks, write, describe)
+
+
+@dataclass
+class _OfRankZero:
+    """What rank 0 alone contributes to the manifest."""
+
+    source: Recorder | None = None
+    side_files: dict[str, SideFile] = field(default_factory=dict)
 
 
 class _RankSaver:
@@ -82,6 +97,7 @@ class _RankSaver:
         directory: Path,
         pattern: str | None,
         max_size: int | None,
+        save_id: str,
     ) -> None:
         self._config: Any = built.vllm_config
         self._model = model
@@ -94,7 +110,9 @@ class _RankSaver:
         self._hidden_name = _hidden_name(self._rank, self._part_name)
         self._wanted = options.layout_to_save(self._config.load_config)
         self._max_size = max_size
+        self._save_id = save_id
         self._paths: dict[tuple[Any, ...], str] = {}
+        self._free: dict[str, tuple[Leaf, PartWriter, bool]] = {}
         self._beyond_source = False
         self._writers: list[PartWriter] = []
 
@@ -104,12 +122,13 @@ class _RankSaver:
         states = list(units.all_leaves(self._model))
         every_leaf = {path: leaf for _, leaves in states for path, leaf in leaves.items()}
         refuse_disagreement(every_leaf)
+        self._leaves = every_leaf.values()
         self._live = {id(leaf.value) for leaf in every_leaf.values() if leaf.is_tensor}
         self._stock_keys = StockKeys(self._model, every_leaf.values())
         tensors = [path for path, leaf in every_leaf.items() if leaf.is_tensor]
         room = header_room([*tensors, *self._keys, manifest.STOCK_STOP])
-        self._main = PartWriter(self._directory, self._part_name, self._max_size, room)
-        self._hidden = PartWriter(self._directory, self._hidden_name, self._max_size, room)
+        self._main = self._writer(self._part_name, room)
+        self._hidden = self._writer(self._hidden_name, min(room, _HEADER))
         self._writers = [self._main, self._hidden]
         device = _device(self._config)
         self._entry.kernel_environment = kernels.environment(device)
@@ -117,28 +136,29 @@ class _RankSaver:
         try:
             for unit, leaves in states:
                 self._write(chooser.choose(unit, leaves))
+            self._write_free()
             self._stop_stock()
             for writer in self._writers:
                 writer.close()
         except BaseException:
-            self.abandon()
+            for writer in self._writers:
+                writer.abandon()
             raise
         self._entry.files = self._main.files | self._hidden.files
         self._log()
         return self._entry
 
-    def abandon(self) -> None:
-        """Remove what was written; an earlier checkpoint in the directory stays as it is."""
-        for writer in self._writers:
-            writer.abandon()
+    def replaced(self) -> set[str]:
+        """Files of an earlier save, stock vLLM's included, that carry this rank's names."""
+        names = (self._part_name, self._hidden_name)
+        return {path.name for name in names for path in stale_parts(self._directory, name, set())}
 
-    def commit(self) -> None:
-        """Give the parts their names, and remove those that an earlier save left under such names."""
-        for writer in self._writers:
-            writer.commit()
-        for name in (self._part_name, self._hidden_name):
-            for path in stale_parts(self._directory, name, set(self._entry.files)):
-                path.unlink()
+    def _writer(self, name: Callable[[Any], str], room: int) -> PartWriter:
+        if (
+            self._max_size is not None
+        ):  # a small part gets a small header; when it is full, another part
+            room = min(room, max(_SMALL_HEADER, self._max_size // 64))
+        return PartWriter(self._directory, name, self._max_size, room, self._save_id)
 
     def _source(self) -> Source:
         twin = Twin(self._config, _device(self._config))
@@ -159,15 +179,28 @@ class _RankSaver:
             if leaf.is_tensor:
                 # In a source unit, a part may only hold what stock puts in place before processing.
                 own = leaf.in_state_dict and state.layout == "runtime"
-                owner = leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
                 writer = self._main if own else self._hidden
-                replace = leaf.path in state.replaced
-                self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, owner, replace)
+                if leaf.path in state.added | state.replaced:
+                    self._free[leaf.path] = (leaf, writer, leaf.path in state.replaced)
+                else:
+                    self._tensor(leaf.path, leaf.value, "runtime", leaf.kind, writer, _owner(leaf))
             else:
                 owner = leaf.owner if leaf.attribute else None
                 self._value(leaf.path, leaf.value, "runtime", owner)
         for path, value in state.before.items():
             self._value(path, value, "source", None)
+
+    def _write_free(self) -> None:
+        """Write the tensors that no load creates: with strides, and whose memory they lie in."""
+        found = [leaf for leaf, _, _ in self._free.values()]
+        for leaf, view in sharing.arrange(found, self._leaves):
+            _, writer, replace = self._free[leaf.path]
+            name = f"{leaf.path}{manifest.AGAIN}" if leaf.path in self._entry.tensors else leaf.path
+            entry = self._new_entry(name, leaf.path, leaf.value, "runtime", leaf.kind, writer)
+            entry.owner, entry.replace = _owner(leaf), replace
+            entry.stride = sharing.stride(leaf.value)
+            if view is not None:
+                entry.base, entry.offset = view.base, view.offset
 
     def _value(self, path: str, value: object, stage: str, owner: str | None) -> None:
         name = path if stage == "runtime" else f"{path}{manifest.AGAIN}"
@@ -181,34 +214,37 @@ class _RankSaver:
         kind: Kind,
         writer: PartWriter,
         owner: str | None = None,
-        replace: bool = False,
     ) -> None:
         """Write a tensor, or note that it is another one under a second path."""
-        if not holds(tensor.dtype):
-            raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
         # Only a live tensor's address identifies it: a rebuilt one gives its memory back.
         same = (stage, *place(tensor)) if id(tensor) in self._live and tensor.numel() else None
-        first = self._paths.get(same) if same and not replace else None
+        first = self._paths.get(same) if same else None
         if first is not None:
             self._entry.tensors[first].aliases.append(path)
             return
         # A source unit may hold a buffer twice: as it is before processing, and as it is now.
         name = f"{path}{manifest.AGAIN}" if path in self._entry.tensors else path
         if same:
-            self._paths.setdefault(same, name)
+            self._paths[same] = name
+        self._new_entry(name, path, tensor, stage, kind, writer).owner = owner
+
+    def _new_entry(
+        self,
+        name: str,
+        path: str,
+        tensor: torch.Tensor,
+        stage: str,
+        kind: Kind,
+        writer: PartWriter,
+    ) -> TensorEntry:
+        if not holds(tensor.dtype):
+            raise SaveError(f"{path} is {tensor.dtype}, which safetensors files can't hold.")
         key = self._stock_keys.key(path) if writer is self._main else path
         file, checksum = writer.add(key, tensor)
-        self._entry.tensors[name] = TensorEntry(
-            file,
-            key,
-            str(kind),
-            dtype_name(tensor.dtype),
-            list(tensor.shape),
-            stage,
-            checksum,
-            owner=owner,
-            replace=replace,
-        )
+        shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
+        entry = TensorEntry(file, key, str(kind), dtype, shape, stage, checksum)
+        self._entry.tensors[name] = entry
+        return entry
 
     def _stop_stock(self) -> None:
         """Keep stock vLLM from loading a checkpoint whose parts look whole to it and are not.
@@ -258,6 +294,11 @@ def _hidden_name(rank: int, part_name: Callable[[Any], str]) -> Callable[[Any], 
             "hidden state is kept.\nUse a pattern with a name of its own."
         )
     return name
+
+
+def _owner(leaf: Leaf) -> str | None:
+    """The module that the plain attribute `leaf` belongs to; None for what is no attribute of one."""
+    return leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
 
 
 def _device(config: Any) -> torch.device:

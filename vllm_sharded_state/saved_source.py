@@ -10,7 +10,6 @@ from .checkpoint.reading import PartReader
 from .errors import NoSourceError
 from .state import plain
 from .state.twin import Twin, source_parameters
-from .state.walk import join
 
 
 class SavedSource:
@@ -29,9 +28,7 @@ class SavedSource:
                 "were before they were processed.\nSave from the model's own checkpoint instead."
             )
         self._entry = found.rank(identity.rank())
-        self._reader = PartReader(
-            self._directory, {name: file.size for name, file in self._entry.files.items()}
-        )
+        self._reader = PartReader(self._directory, dict(self._entry.files), found.save_id)
         self._places = {
             path: tensor
             for key, tensor in self._entry.tensors.items()
@@ -39,13 +36,20 @@ class SavedSource:
             for path in (key, *tensor.aliases)
         }
 
+        modules = {name for unit in twin.units.values() for name in unit.modules}
+        self._before: dict[str, dict[str, object]] = {}
+        for key, entry in self._entry.values.items():
+            if entry.stage == "source":
+                path = key.removesuffix(manifest.AGAIN)
+                owner = _owner(path, modules)
+                self._before.setdefault(owner, {})[path] = plain.decode(entry.value)
+
     def side_effects(self, unit: str) -> dict[str, object]:
         """Values that weight loaders had set on the modules of `unit` before it was processed."""
-        prefixes = tuple(join(name, "") for name in self._twin.units[unit].modules)
         return {
-            key.removesuffix(manifest.AGAIN): plain.decode(value.value)
-            for key, value in self._entry.values.items()
-            if value.stage == "source" and key.startswith(prefixes)
+            path: value
+            for module in self._twin.units[unit].modules
+            for path, value in self._before.get(module, {}).items()
         }
 
     def read(self, unit: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -62,3 +66,10 @@ class SavedSource:
             tensor = self._reader.verified(place.file, place.key, place.checksum)
             tensors[key] = tensor.to(device)
         return tensors, []
+
+
+def _owner(path: str, modules: set[str]) -> str:
+    """The innermost of `modules` that the value at `path` belongs to; the root has the empty name."""
+    while path and path not in modules:
+        path = path.rpartition(".")[0]
+    return path

@@ -40,8 +40,38 @@ def overwrite_source(model: nn.Module) -> None:
         shutil.copy(path, Path(target) / path.name)
 
 
+def keep_views(model: nn.Module) -> None:
+    """As a first run may leave them: tensors that no load creates, some in a weight's memory."""
+    norm = model.model.norm
+    norm.part_of_weight = norm.weight.data[3:9]
+    norm.even = norm.weight.data[::2]
+    norm.own = torch.arange(24.0).view(4, 6)
+    norm.own_columns = norm.own[:, 1:3]
+    norm.own_again = norm.own
+    norm.strided = torch.arange(24.0).view(4, 6).t()
+    norm.repeated = torch.tensor([1.0, 2.0]).view(2, 1).expand(2, 5)
+
+
+def change_viewed(model: nn.Module) -> None:
+    """Change what the tensors of `keep_views` view, and see that they change with it."""
+    norm = model.model.norm
+    assert norm.strided.stride() == (1, 6)
+    assert norm.strided.tolist() == torch.arange(24.0).view(4, 6).t().tolist()
+    assert norm.repeated.stride() == (1, 0)
+    assert norm.repeated.tolist() == [[1.0] * 5, [2.0] * 5]
+    norm.weight.data.copy_(torch.arange(norm.weight.numel()))
+    assert norm.part_of_weight.tolist() == list(range(3, 9))
+    assert norm.even.tolist() == list(range(0, norm.weight.numel(), 2))
+    norm.own.zero_()
+    norm.own[2, 1] = 5
+    assert norm.own_columns.tolist() == [[0, 0], [0, 0], [5, 0], [0, 0]]
+    assert norm.own_again.tolist() == norm.own.tolist()
+
+
 MUTATIONS = {
     "set_scales": set_scales,
     "rewrite_weights": rewrite_weights,
     "overwrite_source": overwrite_source,
+    "keep_views": keep_views,
+    "change_viewed": change_viewed,
 }

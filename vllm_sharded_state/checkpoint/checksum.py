@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 Hash = xxh3_128
 
 #: Bytes that are brought to the host at a time when a tensor lies on another device or is strided.
-CHUNK = 64 << 20
+CHUNK = 16 << 20
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -22,16 +22,37 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of `tensor` in row-major order, without a copy where it is contiguous on the host."""
+    """The bytes of `tensor` in row-major order, without a copy where it is contiguous on the host.
+
+    Else they come in pieces of at most `CHUNK` bytes, each valid until the next is asked for: all lie in
+    one buffer, because an allocator that is asked for each anew holds many of them.
+    """
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    flagged = tensor.is_conj() or tensor.is_neg()  # flags that say how to read the bytes
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
+        yield _bytes(tensor)
         return
-    rows = tensor if tensor.dim() else tensor.reshape(1)
-    row_bytes = rows[0].numel() * rows.element_size()
-    step = max(1, CHUNK // max(1, row_bytes))
-    for start in range(0, rows.shape[0], step):
-        piece = rows[start : start + step].contiguous().cpu()
-        yield memoryview(piece.view(-1).view(torch.uint8).numpy())
+    room = torch.empty(min(CHUNK, tensor.numel() * tensor.element_size()), dtype=torch.uint8)
+    for piece in _pieces(tensor):
+        size = piece.numel() * piece.element_size()
+        room[:size].view(tensor.dtype).view(piece.shape).copy_(piece)
+        yield _bytes(room[:size])
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of at most `CHUNK` bytes that follow each other in row-major order."""
+    if tensor.numel() * tensor.element_size() <= CHUNK:
+        yield tensor
+        return
+    row = tensor[0].numel() * tensor.element_size()
+    if row > CHUNK:
+        for part in tensor:
+            yield from _pieces(part)
+        return
+    yield from tensor.split(CHUNK // row)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -106,8 +106,9 @@ class TensorEntry(_Record):
 
     `checksum` is of its bytes in row-major order. `stage` is `source` when it is placed before
     processing and `runtime` after; `owner` names the module whose plain attribute it is when no load
-    creates it; `replace` says that a load creates a tensor of another form in its place. `stride`
-    counts elements, as torch does; it is left out where the tensor is contiguous.
+    creates it; `replace` says that a load creates a tensor of another form in its place. Such a tensor
+    comes back with its `stride` (in elements, as torch counts; left out where it is contiguous), and
+    `offset` bytes behind the first element of the tensor at the path `base`, if that is given.
     """
 
     file: FileName
@@ -121,6 +122,8 @@ class TensorEntry(_Record):
     owner: str | None = None
     replace: bool = False
     stride: Annotated[list[Stride], Meta(max_length=64)] | None = None
+    base: Name | None = None
+    offset: Size = 0
 
 
 class ValueEntry(_Record):

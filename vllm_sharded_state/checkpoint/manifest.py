@@ -9,7 +9,6 @@ point numbers in it, whose spelling libraries differ in.
 
 import os
 import re
-import secrets
 import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -59,7 +58,6 @@ __all__ = [
     "UnitEntry",
     "ValueEntry",
     "encode",
-    "new_save_id",
     "read",
     "write",
 ]
@@ -117,7 +115,6 @@ class _Head(msgspec.Struct):
     format: str
     version: int
     written_by: dict[str, str] = {}
-    unfinished: bool = False
 
 
 class _Refused(ValueError):
@@ -138,11 +135,6 @@ _DECODER = msgspec.json.Decoder(Manifest)
 _HEAD = msgspec.json.Decoder(_Head)
 
 
-def new_save_id() -> str:
-    """An id for a new save: 16 hexadecimal digits."""
-    return secrets.token_hex(8)
-
-
 def encode(manifest: Manifest) -> bytes:
     """The bytes of `sharded_state.json` for `manifest`. Raises `ManifestError` where it is not sound."""
     try:
@@ -161,28 +153,18 @@ def encode(manifest: Manifest) -> bytes:
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Publish `manifest` in `directory`, atomically. Raises `ManifestError` where it is not sound."""
-    _replace(directory, encode(manifest))
+    temporary = directory / f".{FILE_NAME}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, directory / FILE_NAME)
 
 
 def _encode(manifest: Manifest) -> bytes:
     text = msgspec.json.format(_ENCODER.encode(manifest), indent=1)
     rest = text.removeprefix(b"{\n")
     return _BEGIN + of_bytes(rest).encode() + b'",\n' + rest
-
-
-def _replace(directory: Path, data: bytes) -> None:
-    temporary = directory / f".{FILE_NAME}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / FILE_NAME)
-
-
-def mark_unfinished(directory: Path) -> None:
-    """Replace a manifest before files that it speaks of are, so that a mixture is not taken for whole."""
-    data = {"format": FORMAT, "version": VERSION, "unfinished": True}
-    _replace(directory, msgspec.json.encode(data))
 
 
 def read(directory: Path) -> Manifest | None:
@@ -263,8 +245,6 @@ def _parse(data: bytes) -> Manifest:
 def _check_head(head: _Head) -> None:
     if head.format != FORMAT:
         raise _Refused(f"its format is '{_quote(head.format)}', not {FORMAT!r}.")
-    if head.unfinished:
-        raise _Refused("a save into this directory did not finish.\nSave the model again.")
     writer = _quote(head.written_by.get("vllm-sharded-state", "of an unknown version"))
     if head.version > VERSION:
         raise _Refused(

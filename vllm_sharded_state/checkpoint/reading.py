@@ -8,21 +8,26 @@ from safetensors import SafetensorError, safe_open
 
 from vllm_sharded_state.errors import IncompleteError
 
+from . import staging
 from .checksum import Hash, host_bytes
+from .manifest import FileEntry
 
 
 class PartReader:
     """The tensors of several part files, as views of memory-mapped bytes; each key once.
 
-    Raises `IncompleteError` for a file that is missing, has another size than `sizes` says, or is no
+    Raises `IncompleteError` for a file that is missing, has another size than `files` says, or is no
     safetensors file.
     """
 
-    def __init__(self, directory: Path, sizes: dict[str, int | None]) -> None:
+    def __init__(
+        self, directory: Path, files: dict[str, FileEntry | None], save_id: str | None = None
+    ) -> None:
         self._directory = directory
         self._handles: dict[str, Any] = {}
-        for name, size in sizes.items():
-            path = directory / name
+        for name, entry in files.items():
+            size = None if entry is None else entry.size
+            path = staging.locate(directory, name, save_id) if save_id else directory / name
             if not path.is_file():
                 raise IncompleteError(f"{path} is missing. Copy it there, or save the model again.")
             if size is not None and path.stat().st_size != size:

@@ -1,5 +1,6 @@
 """The bench on which layouts are tried out: units rebuilt on a twin, and kernels run beside live ones."""
 
+from collections import ChainMap
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ class Bench:
         before: dict[str, object] | None = None,
     ) -> Rebuilt:
         """A copy of `unit`, filled and processed; the caller discards it. Raises what processing does."""
-        constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self.initial
+        own = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor}
+        constants = ChainMap(self.initial, own)  # not merged: `initial` is of the whole model
         return rebuild(self._pool, unit.name, self.device, fill, constants, before)
 
     def results(self, unit: Unit) -> Results:

@@ -125,12 +125,17 @@ class Chooser:
             )
         if self._wanted != "source":
             return UnitState(
-                unit, "runtime", overlay=difference.overlay, replaced=paths(difference.replaced)
+                unit,
+                "runtime",
+                overlay=difference.overlay,
+                replaced=paths(difference.replaced),
+                added=paths(difference.added),
             )
         return UnitState(
             unit,
             "source",
             replaced=paths(difference.replaced),
+            added=paths(difference.added),
             source={leaf.path: leaf.value for leaf in difference.tensors if leaf.in_state_dict},
             overlay=[leaf for leaf in difference.overlay if not leaf.in_state_dict],
         )

@@ -60,6 +60,7 @@ def try_runtime(
         replaced=paths(difference.replaced),
         choices=chosen,
         processed=later,
+        added=paths(difference.added),
     )
 
 

@@ -103,8 +103,15 @@ def _prove(
     rebuilt.discard()
     if failures:
         return None
-    replaced = paths(difference.replaced)
-    return UnitState(unit, "source", dict(tensors), dict(before), overlay, replaced)
+    return UnitState(
+        unit,
+        "source",
+        dict(tensors),
+        dict(before),
+        overlay,
+        paths(difference.replaced),
+        paths(difference.added),
+    )
 
 
 def _only_bytes(failures: list[str]) -> bool:

@@ -31,6 +31,7 @@ class UnitState:
     before: Python values, by path, that are set before processing.
     overlay: live leaves that are put back after processing.
     replaced: paths in the overlay whose tensor takes the place of one of another form.
+    added: paths in the overlay of tensors that a load does not create.
     method: class of the quantization method, as the constructor chose it.
     choices: what that method had chosen when it was constructed; `processed` what changed afterwards
         (in runtime layout).
@@ -43,6 +44,7 @@ class UnitState:
     before: dict[str, object] = field(default_factory=dict)
     overlay: list[Leaf] = field(default_factory=list)
     replaced: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
     method: str | None = None
     choices: Choices = field(default_factory=dict)
     processed: Choices = field(default_factory=dict)
