@@ -1,6 +1,5 @@
 """The directory on disk by itself: parts against the safetensors library."""
 
-import hashlib
 import json
 import math
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_sharded_state import sidefiles
 from vllm_sharded_state.checkpoint import reading, writing
 from vllm_sharded_state.errors import IncompleteError
 from vllm_sharded_state.state import plain
@@ -31,10 +29,6 @@ def _write(directory, max_size=None, tensors=TENSORS):
     written = {key: writer.add(key, tensor) for key, tensor in tensors.items()}
     writer.close()
     return writer, written
-
-
-def _sizes(writer):
-    return {name: file.size for name, file in writer.files.items()}
 
 
 def _bytes(tensor):
@@ -81,11 +75,11 @@ def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path, key):
     data = bytearray(path.read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     start = 8 + int.from_bytes(data[:8], "little") + header[key]["data_offsets"][0]
-    reader = reading.PartReader(tmp_path, _sizes(writer))
+    reader = reading.PartReader(tmp_path, dict(writer.files))
     assert torch.equal(_bytes(reader.verified(file, key, checksum)), _bytes(TENSORS[key]))
     data[start] ^= 1
     path.write_bytes(data)
-    damaged = reading.PartReader(tmp_path, _sizes(writer))
+    damaged = reading.PartReader(tmp_path, dict(writer.files))
     with pytest.raises(IncompleteError, match="is not what was saved"):
         damaged.verified(file, key, checksum)
 
@@ -93,7 +87,7 @@ def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path, key):
 def test_a_part_that_is_missing_or_cut_off_is_named(tmp_path):
     writer, _ = _write(tmp_path)
     writer.commit()
-    sizes = _sizes(writer)
+    sizes = dict(writer.files)
     path = tmp_path / "p-0.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
@@ -150,20 +144,3 @@ def test_nan_and_signed_zero_are_told_apart():
     assert not plain.equal(0.0, -0.0)
     assert not plain.equal(1, 1.0)
     assert not plain.equal(True, 1)
-
-
-def test_side_files_are_all_but_weights_and_links_are_resolved(tmp_path):
-    source, target, blob = tmp_path / "source", tmp_path / "target", tmp_path / "blob"
-    (source / "sub").mkdir(parents=True)
-    target.mkdir()
-    blob.write_text("linked")
-    (source / "tokenizer.json").symlink_to(blob)
-    for name in ("config.json", "chat_template.jinja", "sub/code.py", "model.safetensors", "x.bin"):
-        (source / name).write_text(name)
-    (source / "model.safetensors.index.json").write_text("{}")
-    sidefiles.copy(source, target)
-    found = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
-    assert found == {"config.json", "chat_template.jinja", "sub/code.py", "tokenizer.json"}
-    assert not (target / "tokenizer.json").is_symlink()
-    digest = hashlib.sha256((target / "tokenizer.json").read_bytes()).hexdigest()
-    assert digest == hashlib.sha256(b"linked").hexdigest()

@@ -467,11 +467,3 @@ def test_only_a_regular_file_is_read(tmp_path):
     manifest.write(tmp_path / "blob", whole())
     path.symlink_to(tmp_path / "blob" / manifest.FILE_NAME)
     assert manifest.read(tmp_path) == whole()
-
-
-def test_save_ids_are_new_each_time():
-    ids = {manifest.new_save_id() for _ in range(1000)}
-    assert len(ids) == 1000
-    for save_id in ids:
-        assert len(save_id) == 16
-        assert manifest.encode(whole(save_id=save_id))

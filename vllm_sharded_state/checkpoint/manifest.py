@@ -153,9 +153,10 @@ def encode(manifest: Manifest) -> bytes:
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Publish `manifest` in `directory`, atomically. Raises `ManifestError` where it is not sound."""
+    data = encode(manifest)
     temporary = directory / f".{FILE_NAME}.tmp"
     with open(temporary, "wb") as file:
-        file.write(encode(manifest))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, directory / FILE_NAME)
