@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from vllm_sharded_state import sidefiles
 from vllm_sharded_state.checkpoint import manifest, reading, writing
-from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
+from vllm_sharded_state.checkpoint.manifest import FileEntry, Manifest, RankEntry
 from vllm_sharded_state.errors import IncompleteError, ManifestError
 from vllm_sharded_state.state import plain
 
@@ -123,7 +123,7 @@ def _manifest(**changes):
         "written_by": {"vllm": "0.32.0"},
         "binding": {"world": {"tensor_parallel_size": 1}},
         "tied_word_embeddings": False,
-        "ranks": [RankEntry(0, files={"a.safetensors": 8})],
+        "ranks": [RankEntry(0, files={"a.safetensors": FileEntry(8, "0" * 32)})],
     }
     return Manifest(**(fields | changes))
 
@@ -149,7 +149,7 @@ def test_any_changed_byte_of_a_manifest_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["../a", "/a", "a/b", "..", ".", "", "a\0b", "a\\b"])
 def test_file_names_that_lead_out_of_the_directory_are_refused(tmp_path, name):
-    manifest.write(tmp_path, _manifest(ranks=[RankEntry(0, files={name: 1})]))
+    manifest.write(tmp_path, _manifest(ranks=[RankEntry(0, files={name: FileEntry(1, "")})]))
     with pytest.raises(ManifestError, match="plain file name"):
         manifest.read(tmp_path)
 

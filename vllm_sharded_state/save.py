@@ -217,7 +217,7 @@ class _RankSaver:
             self._main.add(manifest.STOCK_STOP, torch.empty(0, dtype=torch.uint8))
 
     def _log(self) -> None:
-        size = sum(self._entry.files.values())
+        size = sum(file.size for file in self._entry.files.values())
         layouts = [unit.layout for unit in self._entry.units.values() if unit.method]
         logger.info(
             "Saved rank %d: %d tensors, %.2f GiB in %d files; %d modules in runtime layout, %d in "

@@ -73,6 +73,14 @@ class UnitEntry:
 
 
 @dataclass
+class FileEntry:
+    """One part: its size in bytes, and the checksum of its first 8 + N bytes, length and header."""
+
+    size: int
+    header: str
+
+
+@dataclass
 class RankEntry:
     """What one rank wrote: files with sizes in bytes, units, tensors by path, values by path.
 
@@ -81,7 +89,7 @@ class RankEntry:
     """
 
     rank: int
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
     units: dict[str, UnitEntry] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
     kernel_environment: str = ""
@@ -174,7 +182,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
 def _parse_rank(data: dict[str, Any]) -> RankEntry:
     entry = RankEntry(
         rank=int(data["rank"]),
-        files={_plain_name(name): int(size) for name, size in data["files"].items()},
+        files={_plain_name(name): FileEntry(**file) for name, file in data["files"].items()},
         units={name: UnitEntry(**unit) for name, unit in data["units"].items()},
         kernels={str(name): str(checksum) for name, checksum in data["kernels"].items()},
         kernel_environment=str(data["kernel_environment"]),

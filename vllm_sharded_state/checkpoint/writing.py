@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from .checksum import Hash, host_bytes
+from .checksum import Hash, checksum, host_bytes
 from .dtypes import dtype_name
+from .manifest import FileEntry
 
 #: Bytes of header that one tensor takes beside its key.
 _ENTRY_ROOM = 160
@@ -39,7 +40,7 @@ class PartWriter:
         self._file: Any = None
         self._header: dict[str, Any] = {}
         self._offset = 0
-        self.files: dict[str, int] = {}
+        self.files: dict[str, FileEntry] = {}
 
     def add(self, key: str, tensor: torch.Tensor) -> tuple[str, str]:
         """Write `tensor` under `key`; returns the name of the file it went to, and its checksum."""
@@ -95,13 +96,14 @@ class PartWriter:
         if len(header) > self._room:
             raise AssertionError(f"header of {len(header)} bytes, room for {self._room}")
         self._file.seek(0)
-        self._file.write(self._room.to_bytes(8, "little") + header.ljust(self._room, b" "))
+        head = self._room.to_bytes(8, "little") + header.ljust(self._room, b" ")
+        self._file.write(head)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
         name = self._name(self._part)
-        self.files[name] = self._temporary(name).stat().st_size
+        self.files[name] = FileEntry(self._temporary(name).stat().st_size, checksum(head))
 
 
 def header_room(keys: Any) -> int:
