@@ -16,11 +16,6 @@ BUFFER = 8 << 20
 _DEPTH = 3
 
 
-def flat(tensor: torch.Tensor) -> Any:
-    """The bytes of a contiguous host tensor as a writable array of uint8, without a copy."""
-    return tensor.view(-1).view(torch.uint8).numpy()
-
-
 def slabs(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     """Views of `tensor` of at most `limit` bytes, which follow each other in row-major order.
 

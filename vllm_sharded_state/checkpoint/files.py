@@ -68,23 +68,30 @@ class PartFile:
         Raises `IncompleteError`, which names `what` was being read, when the file ends or fails.
         """
         wanted = sum(map(len, buffers))
-        while wanted:
-            try:
-                count = os.preadv(self.descriptor, buffers, offset)
-            except OSError as error:
-                raise IncompleteError(
-                    f"{self.path}: {what} can't be read: {error}.\n{_AGAIN}"
-                ) from error
-            if count == wanted:
-                return
-            if count == 0:
-                raise IncompleteError(
-                    f"{self.path} ends at byte {offset}, in {what}: it was cut off while it was read.\n"
-                    f"{_AGAIN}"
-                )
+        while (count := self._call(offset, buffers, what)) < wanted:
             wanted -= count
             offset += count
             buffers = _rest(buffers, count)
+
+    def read_one(self, offset: int, buffer: Any, what: str) -> None:
+        """Like `read`, for one buffer that is not empty."""
+        count = self._call(offset, (buffer,), what)
+        if count < len(buffer):
+            self.read(offset + count, [buffer[count:]], what)
+
+    def _call(self, offset: int, buffers: Sequence[Any], what: str) -> int:
+        try:
+            count = os.preadv(self.descriptor, buffers, offset)
+        except OSError as error:
+            raise IncompleteError(
+                f"{self.path}: {what} can't be read: {error}.\n{_AGAIN}"
+            ) from error
+        if count == 0 and any(map(len, buffers)):
+            raise IncompleteError(
+                f"{self.path} ends at byte {offset}, in {what}: it was cut off while it was read.\n"
+                f"{_AGAIN}"
+            )
+        return count
 
     def refuse_changed(self, unverified: bool) -> None:
         """Raise `IncompleteError` when the file has changed since it was opened.

@@ -8,7 +8,7 @@ is cut off while it is read kills the process; here bytes are read, and this mod
 
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -33,7 +33,7 @@ class HeaderError(ValueError):
     """What a header says can't be; the message is the reason, without the file's name."""
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, gc=False):
     """Form of one tensor, and where its bytes lie: `start` and `end` count from the file's first byte."""
 
     dtype: str

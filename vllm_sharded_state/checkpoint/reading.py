@@ -1,9 +1,9 @@
 """Part reader: the tensors of safetensors files, read into memory that exists, and checked."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from vllm_sharded_state.errors import IncompleteError, TensorMismatchError, listed
@@ -22,8 +22,7 @@ from .staging import locate
 VERIFY = ("full", "size", "off")
 
 
-@dataclass(slots=True)
-class Request:
+class Request(msgspec.Struct, gc=False):
     """One tensor to read: `key` of `file` into the memory of `tensor`.
 
     `checksum` is what its bytes must have (`checkpoint.checksum`), or None to take any.
