@@ -5,18 +5,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import envs
+from .checkpoint.reading import VERIFY
 from .errors import OptionError
 
 #: Keys of this package, beside upstream's `pattern`.
-OWN_KEYS = ("layout", "strict")
+OWN_KEYS = ("layout", "strict", "verify")
 
 
 @dataclass(frozen=True)
 class Options:
-    """`strict`: whether a missing tensor is an error. `layout`: the layout to save in, if given."""
+    """`strict`: whether a missing tensor is an error. `layout`: the layout to save in, if given.
+
+    `verify`: what a load compares, one of `checkpoint.reading.VERIFY`.
+    """
 
     strict: bool = True
     layout: str | None = None
+    verify: str = "full"
 
 
 def take(load_config: Any) -> tuple[Any, Options]:
@@ -38,9 +43,14 @@ def take(load_config: Any) -> tuple[Any, Options]:
             f"model_loader_extra_config: strict must be true or false, not {strict!r}"
         )
     layout = _layout(extra.pop("layout", None))
+    verify = extra.pop("verify", "full")
+    if verify not in VERIFY:
+        raise OptionError(
+            f"model_loader_extra_config: verify is {verify!r}; set it to one of: {', '.join(VERIFY)}"
+        )
     stripped = copy.copy(load_config)
     stripped.model_loader_extra_config = extra
-    return stripped, Options(strict, layout)
+    return stripped, Options(strict, layout, verify)
 
 
 def layout_to_save(load_config: Any) -> str:
