@@ -94,9 +94,12 @@ class StockRestorer:
         wanted: set[str] = set()
         shared = _shared_keys(model)
         self._rename(model)
+        by_owner: dict[str, list[str]] = {}
+        for key in self._places:
+            by_owner.setdefault(_owner(key), []).append(key)
         for unit in units.split(model):
             leaves = units.leaves(unit, inside)
-            own = {key for key in self._places if _owner(key) in unit.modules}
+            own = {key for module in unit.modules for key in by_owner.get(module, ())}
             before = source_parameters(unit)
             if not unit.processed:
                 found = self._match(before, own, shared, problems)

@@ -44,7 +44,7 @@ class PartFile:
                 f"{_AGAIN}"
             )
         try:
-            prefix = self._bytes(0, header.PREFIX)
+            prefix = self._bytes(0, min(header.PREFIX, self.size))
             count = header.length(prefix, self.size)
             text = self._bytes(header.PREFIX, count)
             if digest is not None and checksum(prefix + text) != digest:

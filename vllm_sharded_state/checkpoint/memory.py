@@ -13,7 +13,8 @@ _MADV_HUGEPAGE = 14  # linux/mman.h; the module `mmap` has it only where Python 
 
 def flat(tensor: torch.Tensor) -> Any:
     """The bytes of a contiguous host tensor as a writable array of uint8, without a copy."""
-    return tensor.view(-1).view(torch.uint8).numpy()
+    # Not `view(-1)`: a dimension of one element may have any stride, and would keep it.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
