@@ -71,7 +71,7 @@ PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         torch.full_like(t.view(torch.uint8), 7).view(t.dtype) if t.dim() else torch.zeros_like(t)
     ),
     "transposed": lambda t: torch.empty(tuple(reversed(t.shape)), dtype=t.dtype).permute(
-        *reversed(range(t.dim()))
+        tuple(reversed(range(t.dim())))
     ),
     "every second": lambda t: torch.empty((*t.shape, 2), dtype=t.dtype)[..., 1],
     "a parameter": lambda t: torch.nn.Parameter(

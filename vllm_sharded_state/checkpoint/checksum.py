@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from xxhash import xxh3_128
 
+from .memory import flat
+
 #: The hash, used as those of `hashlib` are.
 Hash = xxh3_128
 
@@ -27,11 +29,11 @@ def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel() == 0:
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        yield memoryview(flat(tensor))
         return
     rows = tensor if tensor.dim() else tensor.reshape(1)
     row_bytes = rows[0].numel() * rows.element_size()
     step = max(1, CHUNK // max(1, row_bytes))
     for start in range(0, rows.shape[0], step):
         piece = rows[start : start + step].contiguous().cpu()
-        yield memoryview(piece.view(-1).view(torch.uint8).numpy())
+        yield memoryview(flat(piece))

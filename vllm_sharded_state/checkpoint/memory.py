@@ -11,10 +11,15 @@ _WORTH = 4 << 20
 _MADV_HUGEPAGE = 14  # linux/mman.h; the module `mmap` has it only where Python was built with it
 
 
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as a tensor of uint8 in the same memory."""
+    # Not `view(-1)`: a dimension of one element may have any stride, and would keep it.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def flat(tensor: torch.Tensor) -> Any:
     """The bytes of a contiguous host tensor as a writable array of uint8, without a copy."""
-    # Not `view(-1)`: a dimension of one element may have any stride, and would keep it.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return raw(tensor).numpy()
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
