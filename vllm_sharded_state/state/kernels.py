@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from xxhash import xxh3_128
 
-from ..checkpoint.memory import raw
+from vllm_sharded_state.checkpoint.memory import raw
 
 logger = init_logger("vllm.sharded_state.kernels")
 
