@@ -76,8 +76,14 @@ class CudaTransport:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Pinned memory, which torch keeps for the next time."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        """Pinned memory, which torch keeps for the next time; ordinary memory where none can be had.
+
+        WSL has none, and a limit may be set. Copies from ordinary memory are slower, and still safe.
+        """
+        try:
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         """Begin the copies; the event comes after them."""

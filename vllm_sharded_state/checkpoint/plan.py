@@ -37,13 +37,15 @@ def plan(items: Sequence[Item], rings: Rings, damage: Damage, threads: int) -> l
     """
     free, chains = _apart(items)
     jobs: list[tuple[int, Job]] = []
-    for group in _neighbours(sorted(free, key=lambda item: (item.file.path, item.place.start))):
+    for group in _neighbours(
+        sorted(free, key=lambda item: (item.file.descriptor, item.place.start))
+    ):
         size = group[-1].place.end - group[0].place.start
         jobs.append((size, _job(group, rings, damage)))
     for chain in chains:
         size = sum(item.size for item in chain)
         jobs.append((size, Chain([_job([item], rings, damage) for item in chain])))
-    share = sum(size for size, _ in jobs) // (4 * threads)
+    share = sum(size for size, _ in jobs) // (4 * max(1, threads))
     jobs.sort(
         key=lambda job: -job[0] if job[0] > share else 0
     )  # stable: the rest stays in file order

@@ -55,12 +55,13 @@ class Pool:
         return self._failure is not None
 
     def run(self, count: int, progress: Callable[[int], None]) -> None:
-        """Run all jobs in `count` threads, in this one if that is one; raises what a worker raised first.
+        """Run all jobs in `count` threads, or in this one for 0; raises what a worker raised first.
 
-        `progress` is called now and then, in this thread, with the bytes that were read since.
+        `progress` is called in this thread with the bytes that were read since: now and then while
+        others read, and at the end.
         """
-        workers = [Worker(self) for _ in range(count)]
-        if count == 1:
+        workers = [Worker(self) for _ in range(max(1, count))]
+        if count == 0:
             self._run(workers[0])
         else:
             self._run_threads(workers, progress)

@@ -103,7 +103,7 @@ class PartReader:
             elif item.checksum is not None and item.checksum != checksum(b""):
                 damage.items.append(item)
         rings = Rings()
-        count = 1 if sum(item.size for item in items) <= PIECE else pool.threads()
+        count = 0 if sum(item.size for item in items) <= PIECE else pool.threads()
         jobs = plan(items, rings, damage, count)
         try:
             pool.Pool(jobs).run(count, progress or _silent)
