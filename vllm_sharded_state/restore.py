@@ -5,7 +5,7 @@ to find its place; names, shapes and dtypes are compared before anything is copi
 """
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,20 @@ from vllm.logger import init_logger
 
 from .adopt import adopt, can_adopt
 from .checkpoint.dtypes import NAMES, dtype_name, holds
-from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry, ValueEntry
+from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
 from .checkpoint.reading import PartReader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .filling import Filling, Origin
 from .options import Options
 from .progress import Progress
-from .state import kernels, placeholders, plain, units
+from .state import kernels, placeholders, units
 from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
 from .state.twin import source_parameters
 from .state.unit_state import method_name
 from .state.units import Unit
 from .state.walk import Kind, Leaf, join
+from .values import Values
 
 logger = init_logger("vllm.sharded_state.restore")
 
@@ -54,7 +55,7 @@ class Restorer:
         self._progress = Progress(self._bytes(), use_tqdm)
         self._source = Filling(reader, lambda path: _origin(self._early[path]), self._progress)
         self._runtime = Filling(reader, lambda path: _origin(self._late[path]), self._progress)
-        self._values = {stage: self._values_by_path(stage) for stage in ("source", "runtime")}
+        self._values = Values(entry.values)
 
     def close(self) -> None:
         """Close the files, and take the progress bar away."""
@@ -88,7 +89,7 @@ class Restorer:
         self._opaque: dict[str, set[str]] = {}
         for unit in split:
             leaves = units.leaves(unit, inside)
-            self._set_values(leaves, "source")
+            self._values.set(leaves, "source")
             if unit.processed and self._layout(unit) == "runtime":
                 self._opaque[unit.name] = {
                     path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE
@@ -132,8 +133,8 @@ class Restorer:
             self._default(path, every[path].value)
         self._runtime.refuse_overwritten(fills)
         for _, leaves in leaves_by_unit:
-            self._set_values(leaves, "runtime")
-        self._add_values(modules, every.keys())
+            self._values.set(leaves, "runtime")
+        self._values.add(modules, every.keys())
         self._mirror_defaults(modules)
         self._check_kernels(modules, vllm_config)
         self._warn_defaults()
@@ -245,43 +246,6 @@ class Restorer:
         value = 1.0 if "scale" in path.rpartition(".")[2] else 0.0
         tensor.data.copy_(torch.full((), value, device=tensor.device).to(tensor.dtype))
         self._defaulted[path] = value
-
-    def _values_by_path(self, stage: str) -> dict[str, ValueEntry]:
-        return {
-            name.removesuffix(AGAIN): entry
-            for name, entry in self._entry.values.items()
-            if entry.stage == stage
-        }
-
-    def _set_values(self, leaves: dict[str, Leaf], stage: str) -> None:
-        saved = self._values[stage]
-        for path in leaves.keys() & saved.keys() if saved else ():
-            leaf, value = leaves[path], plain.decode(saved[path].value)
-            if leaf.assign is not None:
-                leaf.assign(value)
-            elif not plain.equal(leaf.value, value):
-                raise RestoreError(
-                    f"{path} should be {value!r}, is {leaf.value!r}, and lies where it can't be "
-                    "replaced. Save the model again with this version of vLLM."
-                )
-
-    def _add_values(self, modules: dict[str, nn.Module], seen: Set[str]) -> None:
-        """Set the values of attributes that no load creates; none may be left without a place."""
-        lost = []
-        for name, entry in self._entry.values.items():
-            path = name.removesuffix(AGAIN)
-            if entry.stage == "source" or path in seen:
-                continue
-            if entry.owner is None or entry.owner not in modules:
-                lost.append(path)
-            else:
-                attribute = path.removeprefix(entry.owner).removeprefix(".")
-                setattr(modules[entry.owner], attribute, plain.decode(entry.value))
-        if lost:
-            raise RestoreError(
-                f"Values that were saved have no place in the model:\n{listed(lost)}\n"
-                "Save the model again with this version of vLLM."
-            )
 
     def _refuse_native(self, unit: Unit, leaves: dict[str, Leaf]) -> None:
         made = [
