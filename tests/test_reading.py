@@ -77,6 +77,9 @@ PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a parameter": lambda t: torch.nn.Parameter(
         torch.empty_like(t), requires_grad=t.dtype.is_floating_point
     ),
+    "a strided parameter": lambda t: torch.nn.Parameter(
+        torch.empty((*t.shape, 2), dtype=t.dtype)[..., 1], requires_grad=t.dtype.is_floating_point
+    ),
     "at an odd address": lambda t: (
         torch.empty(t.nbytes + t.element_size(), dtype=torch.uint8)[t.element_size() :]
         .view(t.dtype)
