@@ -15,6 +15,7 @@ TENSORS = {
     "matrix": torch.arange(6.0).view(2, 3),
     "transposed": torch.arange(6, dtype=torch.int32).view(2, 3).t(),
     "every second": torch.arange(10, dtype=torch.bfloat16)[::2],
+    "one element with a stride": torch.arange(4.0).view(2, 2)[:1, 1],
     "scalar": torch.tensor(0.0123),
     "empty": torch.empty(0, 4),
     "fp8": torch.tensor([0.5, 1.0, -448.0]).to(torch.float8_e4m3fn),
@@ -32,10 +33,10 @@ def _write(directory, max_size=None, tensors=TENSORS):
 
 
 def _bytes(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(("max_size", "files"), [(None, 1), (1, 7), (40, 3)])
+@pytest.mark.parametrize(("max_size", "files"), [(None, 1), (1, 8), (40, 3)])
 def test_the_library_reads_what_was_streamed(tmp_path, max_size, files):
     writer, written = _write(tmp_path, max_size)
     writer.commit()

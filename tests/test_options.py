@@ -1,6 +1,7 @@
 """What callers can say: pattern, part size, layout, by each of the ways that there are to say it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.engine
 KIND = "llama-kv"
 PATTERN = "weights-of-{rank}-{part}.safetensors"
 LIMIT = 128 * 1024
+DAMAGED = "model.norm.weight"  # no kernel is run to prove it
 
 
 class Said:
@@ -46,12 +48,18 @@ class Said:
         # Started from source layout, and asked to save in the other one.
         by_key = sharded(KIND, root / "by environment", id="by key", save=str(root / "by key"))
         by_key.engine |= {"model_loader_extra_config": {"layout": "runtime"}}
+        shutil.copytree(root / "default", root / "damaged")
+        _flip_a_bit(root / "damaged", DAMAGED)
         self.loads = run_batch(
             [
                 start("pattern", "pattern", pattern=PATTERN),
                 start("no pattern", "pattern"),
                 start("strict", "default", strict=True),
                 start("strict is no bool", "default", strict="yes"),
+                start("verify", "damaged", verify="full"),
+                start("verify size", "damaged", verify="size"),
+                start("verify off", "damaged", verify="off"),
+                start("verify sideways", "default", verify="sideways"),
                 by_key,
             ],
             TENSORS,
@@ -62,6 +70,18 @@ class Said:
 @pytest.fixture(scope="module")
 def said(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Said:
     return Said(zoo, tmp_path_factory.mktemp("options"))
+
+
+def _flip_a_bit(directory: Path, key: str) -> None:
+    for path in directory.glob("model-rank-*.safetensors"):
+        data = bytearray(path.read_bytes())
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        if key in header:
+            data[begin + header[key]["data_offsets"][0]] ^= 1
+            path.write_bytes(data)
+            return
+    raise AssertionError(f"no part holds {key}")
 
 
 def _layouts(directory: Path) -> set[str]:
@@ -118,3 +138,15 @@ def test_files_beside_the_weights_come_along(said: Said) -> None:
         else:
             assert copy.read_bytes() == path.read_bytes()
             assert not copy.is_symlink()
+
+
+def test_a_damaged_tensor_is_named_unless_checksums_were_not_wanted(said: Said) -> None:
+    error = said.loads["verify"]["error"]
+    assert error["type"] == "IncompleteError", explain(said.loads["verify"])
+    assert f"  {DAMAGED} in model-rank-0-part-0.safetensors" in error["message"].splitlines()
+    for name in ("verify size", "verify off"):
+        assert said.loads[name]["error"] is None, explain(said.loads[name])
+        changed = differences(said.loads[name]["snapshot"], said.reference["snapshot"])
+        assert len(changed) == 1
+        assert DAMAGED in changed[0]
+    assert said.loads["verify sideways"]["error"]["type"] == "OptionError"

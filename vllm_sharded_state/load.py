@@ -56,14 +56,15 @@ def load_model(
             local_folder(asked.source, None),
             directory,
         )
+    use_tqdm = loader.load_config.use_tqdm_on_load
     restorer: Restorer | stock.StockRestorer
     if found is None:
-        restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked)
+        restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked, use_tqdm)
     else:
         _refuse_waiting(directory, found)
         entry = _entry(found, directory, vllm_config, loader.pattern)
-        reader = PartReader(directory, dict(entry.files), found.save_id)
-        restorer = Restorer(directory, entry, reader, asked)
+        reader = PartReader(directory, dict(entry.files), found.save_id, asked.verify)
+        restorer = Restorer(directory, entry, reader, asked, use_tqdm)
         if not found.tied_word_embeddings:
             _untie(model_config)
     loader.vss_restorer = restorer
@@ -71,6 +72,7 @@ def load_model(
         model = upstream(vllm_config, model_config, prefix)
         restorer.after_processing(model, vllm_config)
     finally:
+        restorer.close()
         del loader.vss_restorer
     return model
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import envs
+from .checkpoint.reading import VERIFY
 from .errors import OptionError
 
 #: Keys of this package, beside upstream's `pattern`.
-OWN_KEYS = ("layout", "source", "strict")
+OWN_KEYS = ("layout", "source", "strict", "verify")
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,13 @@ class Options:
     """`strict`: whether a missing tensor is an error. `layout`: the layout to save in, if given.
 
     `source`: the checkpoint (path or hub id) from which the sharded state has to have been saved.
+    `verify`: what a load compares, one of `checkpoint.reading.VERIFY`.
     """
 
     strict: bool = True
     layout: str | None = None
     source: str | None = None
+    verify: str = "full"
 
 
 def take(load_config: Any) -> tuple[Any, Options]:
@@ -47,9 +50,14 @@ def take(load_config: Any) -> tuple[Any, Options]:
         raise OptionError(
             f"model_loader_extra_config: source must be a path or hub id, not {source!r}"
         )
+    verify = extra.pop("verify", "full")
+    if verify not in VERIFY:
+        raise OptionError(
+            f"model_loader_extra_config: verify is {verify!r}; set it to one of: {', '.join(VERIFY)}"
+        )
     stripped = copy.copy(load_config)
     stripped.model_loader_extra_config = extra
-    return stripped, Options(strict, layout, source)
+    return stripped, Options(strict, layout, source, verify)
 
 
 def layout_to_save(load_config: Any) -> str:

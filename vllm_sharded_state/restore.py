@@ -4,6 +4,7 @@ Every tensor that the model reads has to be in the checkpoint, and every tensor 
 to find its place; names, shapes and dtypes are compared before anything is copied.
 """
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,37 @@ from torch import nn
 from vllm.logger import init_logger
 
 from .adopt import adopt, can_adopt
-from .checkpoint.dtypes import dtype_name, holds
+from .checkpoint.dtypes import NAMES, dtype_name, holds
 from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
 from .checkpoint.reading import PartReader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
+from .filling import Filling, Origin
 from .options import Options
+from .progress import Progress
 from .remake import remake
-from .state import kernels, placeholders, plain, units
+from .state import kernels, placeholders, units
 from .state.choices import choices, different, together
-from .state.kernels import same_bits
 from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
 from .state.twin import source_parameters
 from .state.unit_state import method_name
 from .state.units import Unit
 from .state.walk import Kind, Leaf, join
+from .values import Values
 
 logger = init_logger("vllm.sharded_state.restore")
 
 
 class Restorer:
-    """Restores one rank's entry of a manifest."""
+    """Restores one rank's entry of a manifest; `use_tqdm` is the engine's `use_tqdm_on_load`."""
 
     def __init__(
-        self, directory: Path, entry: RankEntry, reader: PartReader, options: Options
+        self,
+        directory: Path,
+        entry: RankEntry,
+        reader: PartReader,
+        options: Options,
+        use_tqdm: bool = True,
     ) -> None:
         self._directory = directory
         self._entry = entry
@@ -46,6 +54,15 @@ class Restorer:
         self._early = self._by_path("source")
         self._late = self._by_path("runtime")
         self._check_files()
+        self._progress = Progress(self._bytes(), use_tqdm)
+        self._source = Filling(reader, lambda path: _origin(self._early[path]), self._progress)
+        self._runtime = Filling(reader, lambda path: _origin(self._late[path]), self._progress)
+        self._values = Values(entry.values)
+
+    def close(self) -> None:
+        """Close the files, and take the progress bar away."""
+        self._progress.close()
+        self._reader.close()
 
     def before_processing(self, model: nn.Module) -> None:
         """Fill source units, and give runtime units placeholders to be processed in their stead."""
@@ -63,14 +80,19 @@ class Restorer:
                     self._match(key, tensor, self._early, faults)
         faults.unexpected += [path for path in self._early if path not in expected]
         faults.refuse(self._directory, self._strict)
+        present = [(key, tensor) for key, tensor in fills if key in self._early]
+        self._source.fill(present)
         for key, tensor in fills:
-            self._fill(key, tensor, self._early)
-        self._refuse_overwritten(fills, self._early)
+            if key not in self._early:
+                self._default(key, tensor)
+        self._source.refuse_overwritten(present)
+        adopted = [unit for unit in split if self._is_adopted(unit)]
+        read_scale = self._runtime.ahead([path for unit in adopted for path in self._scales(unit)])
         inside = units.inside(model)
         self._opaque: dict[str, set[str]] = {}
         for unit in split:
             leaves = units.leaves(unit, inside)
-            self._set_values(leaves, "source")
+            self._values.set(leaves, "source")
             if unit.processed and self._layout(unit) == "runtime":
                 self._opaque[unit.name] = {
                     path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE
@@ -78,8 +100,8 @@ class Restorer:
                 for key, tensor in source_parameters(unit).items():
                     if isinstance(tensor, nn.Parameter):
                         placeholders.fill(tensor, key)
-                if can_adopt(unit):
-                    adopt(unit, {p: self._read(p, self._late) for p in self._of(unit, self._late)})
+                if self._is_adopted(unit):
+                    adopt(unit, {path: read_scale(path) for path in self._scales(unit)})
 
     def after_processing(self, model: nn.Module, vllm_config: Any) -> None:
         """Put every remaining tensor and value in place, and account for all that the model reads."""
@@ -107,20 +129,22 @@ class Restorer:
         faults.unexpected += [p for p in self._late if p not in placed and p not in added]
         faults.refuse(self._directory, self._strict)
         modules = units.named_modules(model)
-        for path, tensor in fills:
-            self._fill(path, tensor, self._late)
-        every = {path: leaf for _, lv in leaves_by_unit for path, leaf in lv.items()}
-        device = next((t.device for _, t in fills), torch.device("cpu"))
-        remake(self._late, lambda path: self._read(path, self._late), every, modules, device)
+        every = {path: leaf for _, leaves in leaves_by_unit for path, leaf in leaves.items()}
+        self._runtime.fill(fills)
+        replaced = [path for path, entry in self._late.items() if entry.replace and path in every]
+        read = self._runtime.ahead([*replaced, *added])
+        device = next((tensor.device for _, tensor in fills), torch.device("cpu"))
+        remake(self._late, read, every, modules, device)
         for path in faults.missing:
-            self._default(path, next(lv[path].value for _, lv in leaves_by_unit if path in lv))
-        self._refuse_overwritten(fills, self._late)
+            self._default(path, every[path].value)
+        self._runtime.refuse_overwritten(fills)
         for _, leaves in leaves_by_unit:
-            self._set_values(leaves, "runtime")
-        self._add_values(modules, {path for _, leaves in leaves_by_unit for path in leaves})
+            self._values.set(leaves, "runtime")
+        self._values.add(modules, every.keys())
         self._mirror_defaults(modules)
         self._check_kernels(modules, vllm_config)
         self._warn_defaults()
+        self._progress.report()
 
     def _by_path(self, stage: str) -> dict[str, TensorEntry]:
         return {
@@ -140,10 +164,11 @@ class Restorer:
             found = set(self._reader.keys(file)) - {STOCK_STOP}
             faults.missing += [f"{key} (in {file})" for key in keys - found]
             faults.unexpected += [f"{key} (in {file})" for key in found - keys]
+        missing = set(faults.missing)
         present = {
             name: entry
             for name, entry in self._entry.tensors.items()
-            if f"{entry.key} (in {entry.file})" not in faults.missing
+            if f"{entry.key} (in {entry.file})" not in missing
         }
         for name, entry in present.items():
             shape, dtype = self._reader.form(entry.file, entry.key)
@@ -152,8 +177,16 @@ class Restorer:
                     f"{name}: {entry.shape} {entry.dtype} was saved, {entry.file} has {shape} {dtype}"
                 )
         faults.refuse(self._directory, self._strict)
-        self._early = {p: e for p, e in self._early.items() if e in present.values()}
-        self._late = {p: e for p, e in self._late.items() if e in present.values()}
+        if missing:
+            here = {id(entry) for entry in present.values()}
+            self._early = {p: e for p, e in self._early.items() if id(e) in here}
+            self._late = {p: e for p, e in self._late.items() if id(e) in here}
+
+    def _bytes(self) -> int:
+        return sum(
+            math.prod(entry.shape) * NAMES.get(entry.dtype, 0)
+            for entry in self._entry.tensors.values()
+        )
 
     def _check_units(self, split: Iterable[Unit]) -> None:
         """Layouts were recorded for exactly the modules that this model has, by the same methods."""
@@ -188,9 +221,12 @@ class Restorer:
     def _layout(self, unit: Unit) -> str:
         return self._entry.units[unit.name].layout
 
-    def _of(self, unit: Unit, entries: dict[str, TensorEntry]) -> list[str]:
-        prefix = join(unit.name, "")
-        return [path for path in entries if path.startswith(prefix)]
+    def _is_adopted(self, unit: Unit) -> bool:
+        return unit.processed and self._layout(unit) == "runtime" and can_adopt(unit)
+
+    def _scales(self, unit: Unit) -> list[str]:
+        paths = [join(unit.name, name) for name in SCALE_BUFFERS]
+        return [path for path in paths if path in self._late]
 
     def _match(
         self, path: str, tensor: torch.Tensor, entries: dict[str, TensorEntry], faults: Faults
@@ -205,75 +241,11 @@ class Restorer:
                 f"{path}: {entry.shape} {entry.dtype} saved, {list(tensor.shape)} {dtype} here"
             )
 
-    def _read(self, path: str, entries: dict[str, TensorEntry]) -> torch.Tensor:
-        entry = entries[path]
-        return self._reader.verified(entry.file, entry.key, entry.checksum)
-
-    def _fill(self, path: str, tensor: torch.Tensor, entries: dict[str, TensorEntry]) -> None:
-        if path in entries:
-            tensor.data.copy_(self._read(path, entries))
-        else:
-            self._default(path, tensor)
-
-    def _refuse_overwritten(
-        self, fills: list[tuple[str, torch.Tensor]], entries: dict[str, TensorEntry]
-    ) -> None:
-        """Two saved tensors may share memory in the model only if they are equal where they meet."""
-        groups: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        for path, tensor in fills:
-            if tensor.numel():
-                groups.setdefault(tensor.untyped_storage().data_ptr(), []).append((path, tensor))
-        lost = [
-            path
-            for group in groups.values()
-            if len({(entries[p].file, entries[p].key) for p, _ in group if p in entries}) > 1
-            for path, tensor in group
-            if path in entries and not same_bits(self._read(path, entries), tensor)
-        ]
-        if lost:
-            raise RestoreError(
-                f"Tensors that were saved apart share memory in this model, and differ:\n{listed(lost)}\n"
-                "Start the engine as it was when saving."
-            )
-
     def _default(self, path: str, tensor: torch.Tensor) -> None:
         """The stated value of a missing tensor under `strict=false`: zeros, or 1.0 for a scale."""
         value = 1.0 if "scale" in path.rpartition(".")[2] else 0.0
         tensor.data.copy_(torch.full((), value, device=tensor.device).to(tensor.dtype))
         self._defaulted[path] = value
-
-    def _set_values(self, leaves: dict[str, Leaf], stage: str) -> None:
-        for name, entry in self._entry.values.items():
-            path = name.removesuffix(AGAIN)
-            leaf = leaves.get(path)
-            if entry.stage != stage or leaf is None:
-                continue
-            value = plain.decode(entry.value)
-            if leaf.assign is not None:
-                leaf.assign(value)
-            elif not plain.equal(leaf.value, value):
-                raise RestoreError(
-                    f"{path} should be {value!r}, is {leaf.value!r}, and lies where it can't be "
-                    "replaced. Save the model again with this version of vLLM."
-                )
-
-    def _add_values(self, modules: dict[str, nn.Module], seen: set[str]) -> None:
-        """Set the values of attributes that no load creates; none may be left without a place."""
-        lost = []
-        for name, entry in self._entry.values.items():
-            path = name.removesuffix(AGAIN)
-            if entry.stage == "source" or path in seen:
-                continue
-            if entry.owner is None or entry.owner not in modules:
-                lost.append(path)
-            else:
-                attribute = path.removeprefix(entry.owner).removeprefix(".")
-                setattr(modules[entry.owner], attribute, plain.decode(entry.value))
-        if lost:
-            raise RestoreError(
-                f"Values that were saved have no place in the model:\n{listed(lost)}\n"
-                "Save the model again with this version of vLLM."
-            )
 
     def _refuse_native(self, unit: Unit, leaves: dict[str, Leaf]) -> None:
         made = [
@@ -326,3 +298,7 @@ class Restorer:
                 self._directory,
                 "\n".join(f"  {path} = {value}" for path, value in sorted(self._defaulted.items())),
             )
+
+
+def _origin(entry: TensorEntry) -> Origin:
+    return entry.file, entry.key, entry.checksum

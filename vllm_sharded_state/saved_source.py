@@ -8,6 +8,7 @@ from . import identity
 from .checkpoint import manifest
 from .checkpoint.reading import PartReader
 from .errors import NoSourceError
+from .filling import Filling
 from .state import plain
 from .state.twin import Twin, source_parameters
 
@@ -54,7 +55,7 @@ class SavedSource:
 
     def read(self, unit: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[str]]:
         """The source tensors of `unit` by key, on `device`; nothing in a saved unit is incomplete."""
-        tensors = {}
+        places = {}
         for key in source_parameters(self._twin.units[unit]):
             place = self._places.get(key)
             if place is None:
@@ -63,9 +64,8 @@ class SavedSource:
                     "layout, and there is no way back.\nSave it with layout=auto or runtime, or "
                     "start the engine from the model's own checkpoint."
                 )
-            tensor = self._reader.verified(place.file, place.key, place.checksum)
-            tensors[key] = tensor.to(device)
-        return tensors, []
+            places[key] = (place.file, place.key, place.checksum)
+        return Filling(self._reader, places.__getitem__).fetch(places, device), []
 
 
 def _owner(path: str, modules: set[str]) -> str:

@@ -6,6 +6,7 @@ on the weights at all.
 """
 
 import glob
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from .adopt import adopt, can_adopt
+from .checkpoint.dtypes import torch_dtype
 from .checkpoint.reading import PartReader
 from .errors import (
     IncompleteError,
@@ -24,7 +26,9 @@ from .errors import (
     UnexpectedTensorError,
     listed,
 )
+from .filling import Filling, Origin
 from .options import Options
+from .progress import Progress
 from .state import placeholders, units
 from .state.kernels import same_bits
 from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
@@ -32,6 +36,9 @@ from .state.rehearsal import Rehearsal, rehearse
 from .state.twin import TwinPool, source_parameters
 from .state.units import Unit
 from .state.walk import join
+
+#: Shape and dtype of a tensor in a file.
+Form = tuple[list[int], torch.dtype]
 
 _AGAIN = (
     "Save it again with vllm-sharded-state installed: start the engine from the model's own checkpoint "
@@ -43,7 +50,12 @@ class StockRestorer:
     """Restores one rank's parts as stock vLLM wrote them."""
 
     def __init__(
-        self, directory: Path, pattern: str | None, vllm_config: Any, options: Options
+        self,
+        directory: Path,
+        pattern: str | None,
+        vllm_config: Any,
+        options: Options,
+        use_tqdm: bool = True,
     ) -> None:
         self._directory = directory
         self._strict = options.strict
@@ -52,7 +64,7 @@ class StockRestorer:
         files = sorted(Path(path).name for path in glob.glob(str(directory / name)))
         if not files:
             raise IncompleteError(_no_files(directory, name))
-        self._reader = PartReader(directory, dict.fromkeys(files))
+        self._reader = PartReader(directory, dict.fromkeys(files), verify=options.verify)
         places = [(key, file) for file in files for key in self._reader.keys(file)]
         doubled = [key for key, count in Counter(key for key, _ in places).items() if count > 1]
         if doubled:
@@ -61,8 +73,15 @@ class StockRestorer:
                 f"{listed(doubled)}\nRemove the parts that are not wanted, or save again."
             )
         self._places = {key: (file, key) for key, file in places}
+        self._progress = Progress(self._bytes(), use_tqdm)
+        self._filling = Filling(self._reader, self._origin, self._progress)
         self._late: dict[str, set[str]] = {}
         self._early: dict[str, list[str]] = {}
+
+    def close(self) -> None:
+        """Close the files, and take the progress bar away."""
+        self._progress.close()
+        self._reader.close()
 
     def before_processing(self, model: nn.Module) -> None:
         """Decide for each unit whether its tensors go in before or after processing; fill the former."""
@@ -75,9 +94,12 @@ class StockRestorer:
         wanted: set[str] = set()
         shared = _shared_keys(model)
         self._rename(model)
+        by_owner: dict[str, list[str]] = {}
+        for key in self._places:
+            by_owner.setdefault(_owner(key), []).append(key)
         for unit in units.split(model):
             leaves = units.leaves(unit, inside)
-            own = {key for key in self._places if _owner(key) in unit.modules}
+            own = {key for module in unit.modules for key in by_owner.get(module, ())}
             before = source_parameters(unit)
             if not unit.processed:
                 found = self._match(before, own, shared, problems)
@@ -104,18 +126,25 @@ class StockRestorer:
                 problems.packed.append(unit.name)
         problems.unexpected += sorted(set(self._places) - wanted)
         problems.refuse(self._directory, self._strict)
-        for key, tensor in early:
-            tensor.data.copy_(self._read(key))
+        self._filling.fill(early)
+        read_scale = self._filling.ahead(
+            [key for unit in adopted for key in sorted(self._late[unit.name])]
+        )
         for unit in adopted:
-            adopt(unit, {key: self._read(key) for key in self._late[unit.name]})
+            adopt(unit, {key: read_scale(key) for key in sorted(self._late[unit.name])})
 
     def after_processing(self, model: nn.Module, vllm_config: Any) -> None:
         """Fill the tensors that processing has created, in place."""
+        read_again = Filling(self._reader, self._origin).ahead(
+            [key for keys in self._early.values() for key in keys]
+        )
+        fills: list[tuple[str, torch.Tensor]] = []
+        scaled: list[Unit] = []
         for unit, leaves in units.all_leaves(model):
             changed = [
                 key
                 for key in self._early.get(unit.name, ())
-                if key not in leaves or not same_bits(leaves[key].value, self._read(key))
+                if key not in leaves or not same_bits(leaves[key].value, read_again(key))
             ]
             if changed:
                 raise NotRepresentableError(
@@ -125,19 +154,22 @@ class StockRestorer:
             wrong = []
             for key in self._late.get(unit.name, ()):
                 leaf = leaves.get(key)
-                tensor = self._read(key)
                 if leaf is None or not leaf.is_tensor:
                     wrong.append(f"{key}: no place in the model")
-                elif leaf.value.shape != tensor.shape or leaf.value.dtype != tensor.dtype:
-                    wrong.append(_forms(key, tensor, leaf.value))
+                elif not _fits(self._form(key), leaf.value):
+                    wrong.append(_forms(key, self._form(key), leaf.value))
                 else:
-                    leaf.value.data.copy_(tensor)
+                    fills.append((key, leaf.value))
             if wrong:
                 raise TensorMismatchError(
                     f"Tensors in {self._directory} do not fit the model:\n{listed(wrong)}\n{_AGAIN}"
                 )
             if any(_is_scale(key) for key in self._late.get(unit.name, ())):
-                adopt_loaded_scales(unit.root)  # stock saves the buffers without their host mirrors
+                scaled.append(unit)
+        self._filling.fill(fills)
+        for unit in scaled:
+            adopt_loaded_scales(unit.root)  # stock saves the buffers without their host mirrors
+        self._progress.report()
 
     def _rehearse(self, pool: TwinPool, unit: Unit, device: torch.device) -> Rehearsal:
         try:
@@ -148,8 +180,16 @@ class StockRestorer:
                 f"so it can't be told whether {self._directory}, saved by stock, holds enough.\n{_AGAIN}"
             ) from error
 
-    def _read(self, key: str) -> torch.Tensor:
-        return self._reader.get(*self._places[key])
+    def _origin(self, key: str) -> Origin:
+        return (*self._places[key], None)
+
+    def _form(self, key: str) -> Form:
+        shape, dtype = self._reader.form(*self._places[key])
+        return shape, torch_dtype(dtype)
+
+    def _bytes(self) -> int:
+        forms = (self._form(key) for key in self._places)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
 
     def _rename(self, model: nn.Module) -> None:
         """Put each key under its module's first name, where `state_dict()` shows it under several."""
@@ -173,12 +213,12 @@ class StockRestorer:
                 if key not in shared:
                     problems.missing.append(key)
                 continue
-            tensor = self._read(key)
-            if place is not None and (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
-                if tensor.numel() == 0:
+            form = self._form(key)
+            if place is not None and not _fits(form, place):
+                if 0 in form[0]:
                     problems.missing.append(key)
                 else:
-                    problems.wrong.append(_forms(key, tensor, place))
+                    problems.wrong.append(_forms(key, form, place))
                 continue
             found.append(key)
         return found
@@ -255,10 +295,15 @@ def _shared_keys(model: nn.Module) -> set[str]:
     return {key for key in model.state_dict() if key not in kept}
 
 
-def _forms(key: str, saved: torch.Tensor, here: torch.Tensor) -> str:
-    return (
-        f"{key}: {list(saved.shape)} {saved.dtype} saved, {list(here.shape)} {here.dtype} here"
-    ).replace("torch.", "")
+def _fits(form: Form, here: torch.Tensor) -> bool:
+    return form == (list(here.shape), here.dtype)
+
+
+def _forms(key: str, saved: Form, here: torch.Tensor) -> str:
+    shape, dtype = saved
+    return f"{key}: {shape} {dtype} saved, {list(here.shape)} {here.dtype} here".replace(
+        "torch.", ""
+    )
 
 
 def _no_files(directory: Path, name: str) -> str:

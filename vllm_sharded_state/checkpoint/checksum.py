@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from xxhash import xxh3_128
 
+from .memory import flat
+
 #: The hash, used as those of `hashlib` are.
 Hash = xxh3_128
 
@@ -32,13 +34,13 @@ def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     flagged = tensor.is_conj() or tensor.is_neg()  # flags that say how to read the bytes
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
-        yield _bytes(tensor)
+        yield memoryview(flat(tensor))
         return
     room = torch.empty(min(CHUNK, tensor.numel() * tensor.element_size()), dtype=torch.uint8)
     for piece in _pieces(tensor):
         size = piece.numel() * piece.element_size()
         room[:size].view(tensor.dtype).view(piece.shape).copy_(piece)
-        yield _bytes(room[:size])
+        yield memoryview(flat(room[:size]))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -52,7 +54,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _pieces(part)
         return
     yield from tensor.split(CHUNK // row)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

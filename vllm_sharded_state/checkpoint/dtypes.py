@@ -10,6 +10,8 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -26,6 +28,8 @@ _DTYPES = {
 #: Every name that a manifest may use, and the bytes that one element takes.
 NAMES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype. Raises `KeyError` for one that the format lacks."""
@@ -35,3 +39,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def holds(dtype: torch.dtype) -> bool:
     """Whether the safetensors format has `dtype`."""
     return dtype in _DTYPES
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that the safetensors format calls `name`. Raises `KeyError` for an unknown one."""
+    return _BY_NAME[name]

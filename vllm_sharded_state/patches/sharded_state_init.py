@@ -37,6 +37,8 @@ def make(original: Function) -> Function:
           A wrong shape, dtype or layout is an error either way.
         - `layout` (`auto`, `runtime` or `source`): layout of modules when this engine saves; where
           it is missing, `VSS_LAYOUT` decides.
+        - `verify` (`full`, `size` or `off`, default `full`): what is compared while loading:
+          checksums of all bytes; only sizes and headers of files; or neither.
 
         Raises:
             ValueError: another key, or a value that means nothing.

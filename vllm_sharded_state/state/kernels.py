@@ -21,6 +21,8 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from xxhash import xxh3_128
 
+from vllm_sharded_state.checkpoint.memory import raw
+
 logger = init_logger("vllm.sharded_state.kernels")
 
 #: Rows of the fixed inputs: kernels choose other paths for one token, a few, and many.
@@ -79,7 +81,7 @@ def digest(module: nn.Module, vllm_config: Any, device: torch.device) -> str:
         set_default_torch_dtype(dtype),
     ):
         for result in _results(module, dtype, device):
-            host = result.detach().contiguous().cpu().view(-1).view(torch.uint8)
+            host = raw(result.detach().contiguous().cpu())
             checksum.update(memoryview(host.numpy()))
     return str(checksum.hexdigest())
 
@@ -121,7 +123,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0:
         return True
     a, b = a.detach().contiguous(), b.detach().to(a.device).contiguous()
-    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    return torch.equal(raw(a), raw(b))
 
 
 def _dense_input(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
