@@ -77,6 +77,12 @@ def test_a_view_lies_in_what_a_load_creates() -> None:
     assert made == {"t": ("m.w", 0), "row": ("m.w", 48), "own": None, "same": ("m.w", 0)}
 
 
+def test_tensors_without_a_storage_are_passed_over() -> None:
+    """Sparse ones are native code's; whether they can be saved is decided elsewhere."""
+    made = _arranged({"own"}, own=BASE.clone(), sparse=BASE.to_sparse())
+    assert made == {"own": None}
+
+
 def test_the_largest_comes_first_and_others_lie_in_it() -> None:
     base = BASE.clone()
     made = _arranged({"a", "b", "c"}, a=base[1, 2:4], b=base, c=base)

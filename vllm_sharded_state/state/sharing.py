@@ -11,7 +11,7 @@ import torch
 
 from vllm_sharded_state.errors import NotRepresentableError, listed
 
-from .walk import Leaf
+from .walk import Kind, Leaf
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def arrange(free: Iterable[Leaf], every: Iterable[Leaf]) -> list[tuple[Leaf, Vie
     paths = {leaf.path for leaf in pending}
     neighbours: dict[tuple[torch.device, int], list[Leaf]] = {}
     for leaf in every:
-        if leaf.is_tensor and leaf.value.numel() and leaf.path not in paths:
+        strided = leaf.is_tensor and leaf.kind is not Kind.OPAQUE  # sparse ones have no storage
+        if strided and leaf.value.numel() and leaf.path not in paths:
             neighbours.setdefault(_storage(leaf.value), []).append(leaf)
     arranged: list[tuple[Leaf, View | None]] = []
     problems = []
