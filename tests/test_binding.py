@@ -128,8 +128,9 @@ def test_another_kernel_of_one_module_is_refused_by_name(bound: Bound, name: str
 
 @pytest.mark.parametrize("name", ["another source", "another source, again"])
 def test_another_fine_tune_is_not_taken_for_the_source(bound: Bound, name: str) -> None:
-    (file,) = bound.origin.glob("*.safetensors")
-    _refused(bound.loads[name], f"{file.name}: other content", str(bound.origin))
+    files = [f"{path.name}: other content" for path in bound.origin.glob("*.safetensors")]
+    assert files
+    _refused(bound.loads[name], *files, str(bound.origin))
 
 
 def test_what_records_no_source_is_refused_when_one_is_asked_for(bound: Bound) -> None:
