@@ -25,6 +25,11 @@ class PartFile:
     directory. That a name leads to another file is no danger, because the content is what is checked;
     but the name itself is plain, and it has to lead to a regular file (opening a FIFO would block).
 
+    Reads go through the page cache. `O_DIRECT` was measured on cold files (2.3 GB, virtio disk, two
+    cores): 2.0 to 2.2 GB/s, steadily, against 0.5 to 3.4 without; it needs aligned memory and offsets,
+    which tensors don't have, so one more copy, and the next start finds nothing in the cache.
+    `POSIX_FADV_SEQUENTIAL` and `WILLNEED` gained nothing, and `RANDOM` halved the speed.
+
     Raises `IncompleteError` for a file that is missing, has not `size` bytes or the `digest` of its
     header (either may be None: not compared), or is no safetensors file.
     """
