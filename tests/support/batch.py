@@ -220,12 +220,15 @@ def run_batch(
 
 
 def run_deadly_batch(
-    jobs: Iterable[Job], way: str, plugins: str, timeout: float = 1200, **env: str
+    warm: Job, jobs: Iterable[Job], way: str, plugins: str, timeout: float = 1200, **env: str
 ) -> dict[str, dict[str, Any]]:
-    """Like `run_batch`, but a job in which the process dies has that as its error; the rest go on."""
+    """Like `run_batch`, but a job in which the process dies has that as its error; the rest go on.
+
+    Each process does `warm` first, which pays for all that has to be imported.
+    """
     left, done = list(jobs), dict[str, dict[str, Any]]()
     while left:
-        results, ending = _run_process(left, way, plugins, timeout, env)
+        (_, *results), ending = _run_process([warm, *left], way, plugins, timeout, env)
         done |= {result["id"]: result for result in results}
         left = left[len(results) :]
         if left:
