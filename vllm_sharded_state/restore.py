@@ -18,14 +18,16 @@ from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
 from .checkpoint.reading import PartReader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
+from .mirrors import refuse_forged
 from .options import Options
-from .state import kernels, placeholders, plain, units
+from .state import kernels, placeholders, units
 from .state.kernels import same_bits
 from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
 from .state.twin import source_parameters
 from .state.unit_state import method_name
 from .state.units import Unit
 from .state.walk import Kind, Leaf, join
+from .values import Values, vacancy
 
 logger = init_logger("vllm.sharded_state.restore")
 
@@ -40,6 +42,7 @@ class Restorer:
         self._entry = entry
         self._reader = reader
         self._strict = options.strict
+        self._values = Values(directory, entry.values)
         self._defaulted: dict[str, float] = {}
         self._early = self._by_path("source")
         self._late = self._by_path("runtime")
@@ -67,7 +70,7 @@ class Restorer:
         self._opaque: dict[str, set[str]] = {}
         for unit in split:
             leaves = units.leaves(unit, inside)
-            self._set_values(leaves, "source")
+            self._values.put(leaves, "source")
             if unit.processed and self._layout(unit) == "runtime":
                 self._opaque[unit.name] = {
                     path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE
@@ -91,7 +94,11 @@ class Restorer:
                     continue
                 if path in self._late and self._late[path].replace:
                     placed.add(path)
-                    assert leaf.assign is not None
+                    if leaf.assign is None or isinstance(leaf.value, nn.Parameter):
+                        faults.wrong.append(
+                            f"{path}: another tensor was saved for it, a {leaf.kind}"
+                        )
+                        continue
                     leaf.assign(self._read(path, self._late).to(leaf.value.device, copy=True))
                 elif path in self._late:
                     placed.add(path)
@@ -101,24 +108,28 @@ class Restorer:
                     faults.missing.append(path)
             if runtime and unit.processed:
                 self._refuse_native(unit, leaves)
-        added = {p: e for p, e in self._late.items() if p not in placed and e.owner is not None}
-        faults.unexpected += [p for p in self._late if p not in placed and p not in added]
-        faults.refuse(self._directory, self._strict)
         modules = units.named_modules(model)
-        for path, entry in added.items():
-            assert entry.owner is not None
-            name = path.removeprefix(entry.owner).removeprefix(".")
+        added = {
+            path: vacancy(modules, path, entry.owner)
+            for path, entry in self._late.items()
+            if path not in placed
+        }
+        faults.unexpected += [path for path, place in added.items() if place is None]
+        faults.refuse(self._directory, self._strict)
+        for path, place in added.items():
+            assert place is not None
             device = next((t.device for _, t in fills), torch.device("cpu"))
-            setattr(modules[entry.owner], name, self._read(path, self._late).to(device, copy=True))
+            setattr(*place, self._read(path, self._late).to(device, copy=True))
         for path, tensor in fills:
             self._fill(path, tensor, self._late)
         for path in faults.missing:
             self._default(path, next(lv[path].value for _, lv in leaves_by_unit if path in lv))
         self._refuse_overwritten(fills, self._late)
         for _, leaves in leaves_by_unit:
-            self._set_values(leaves, "runtime")
-        self._add_values(modules, {path for _, leaves in leaves_by_unit for path in leaves})
+            self._values.put(leaves, "runtime")
+        self._values.add(modules, {path for _, leaves in leaves_by_unit for path in leaves})
         self._mirror_defaults(modules)
+        refuse_forged(modules, self._directory)
         self._check_kernels(modules, vllm_config)
         self._warn_defaults()
 
@@ -228,39 +239,6 @@ class Restorer:
         tensor.data.copy_(torch.full((), value, device=tensor.device).to(tensor.dtype))
         self._defaulted[path] = value
 
-    def _set_values(self, leaves: dict[str, Leaf], stage: str) -> None:
-        for name, entry in self._entry.values.items():
-            path = name.removesuffix(AGAIN)
-            leaf = leaves.get(path)
-            if entry.stage != stage or leaf is None:
-                continue
-            value = plain.decode(entry.value)
-            if leaf.assign is not None:
-                leaf.assign(value)
-            elif not plain.equal(leaf.value, value):
-                raise RestoreError(
-                    f"{path} should be {value!r}, is {leaf.value!r}, and lies where it can't be "
-                    "replaced. Save the model again with this version of vLLM."
-                )
-
-    def _add_values(self, modules: dict[str, nn.Module], seen: set[str]) -> None:
-        """Set the values of attributes that no load creates; none may be left without a place."""
-        lost = []
-        for name, entry in self._entry.values.items():
-            path = name.removesuffix(AGAIN)
-            if entry.stage == "source" or path in seen:
-                continue
-            if entry.owner is None or entry.owner not in modules:
-                lost.append(path)
-            else:
-                attribute = path.removeprefix(entry.owner).removeprefix(".")
-                setattr(modules[entry.owner], attribute, plain.decode(entry.value))
-        if lost:
-            raise RestoreError(
-                f"Values that were saved have no place in the model:\n{listed(lost)}\n"
-                "Save the model again with this version of vLLM."
-            )
-
     def _refuse_native(self, unit: Unit, leaves: dict[str, Leaf]) -> None:
         made = [
             path
@@ -284,6 +262,9 @@ class Restorer:
             return
         wrong = []
         for name, checksum in self._entry.kernels.items():
+            if name not in modules:
+                wrong.append(f"{name} (this model has no such module)")
+                continue
             try:
                 result = kernels.digest(modules[name], vllm_config, device)
             except Exception as error:  # noqa: BLE001 - a kernel without its state may fail in any way

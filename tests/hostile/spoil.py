@@ -55,12 +55,17 @@ def join(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
+def encoded(text: str) -> bytes:
+    """UTF-8, and what would be UTF-8 of a lone surrogate."""
+    return text.encode("utf-8", "surrogatepass")
+
+
 def padded(header: Data | str | bytes, room: int) -> bytes:
     """A header as bytes, with spaces up to `room` where it is shorter, as a save leaves it."""
     if isinstance(header, dict):
         header = json.dumps(header)
     if isinstance(header, str):
-        header = header.encode("utf-8", "surrogatepass")
+        header = encoded(header)
     return header.ljust(room)
 
 
@@ -106,4 +111,4 @@ def edit_stale(directory: Path, change: Callable[[Data], None]) -> None:
     """Let `change` edit the manifest; its checksum stays what it was."""
     manifest = edit.read_manifest(directory)
     change(manifest)
-    write(manifest_file(directory), json.dumps(manifest).encode("utf-8", "surrogatepass"))
+    write(manifest_file(directory), encoded(json.dumps(manifest)))
