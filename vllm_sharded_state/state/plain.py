@@ -78,7 +78,10 @@ def encode(value: object) -> Any:
 
 
 def decode(data: Any) -> object:
-    """Read what `encode` wrote. Raises `ValueError` for anything else, `OverflowError` for a float too large."""
+    """Read what `encode` wrote.
+
+    Raises `ValueError` for anything else, `OverflowError` for a float that is too large.
+    """
     if isinstance(data, dict) and len(data) == 1:
         ((tag, body),) = data.items()
         if tag == "float" and isinstance(body, str):
