@@ -159,6 +159,19 @@ def _text(change: Callable[[str], str | bytes]) -> Callable[[Path], None]:
     return spoilt
 
 
+def _signed(change: Callable[[str], str | bytes]) -> Callable[[Path], None]:
+    """The text without its first line, the checksum, changed; and one that fits."""
+
+    def spoilt(directory: Path) -> None:
+        path = spoil.manifest_file(directory)
+        before = path.read_bytes()
+        text = change("{\n" + before.decode().split("\n", 2)[2])
+        edit.sign(directory, text if isinstance(text, bytes) else text.encode())
+        assert path.read_bytes() != before, "nothing changed"
+
+    return spoilt
+
+
 def _sparse(size: int, keep: bool) -> Callable[[Path], None]:
     """A file of `size` bytes that takes no room on the disk, the good text at its start or not."""
 
@@ -183,6 +196,7 @@ def cases() -> Iterator[Case]:
     for base in ("runtime", "source"):
         for name, text in TEXTS.items():
             yield Case(f"{base}: manifest text: {name}", base, _text(text), said)
+            yield Case(f"{base}: manifest text: {name}, listed", base, _signed(text), said)
         for size in (1 << 30, 1 << 40):
             for keep in (True, False):
                 name = f"{size >> 30} GB of zeros{' after it' if keep else ''}"

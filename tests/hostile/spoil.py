@@ -97,18 +97,42 @@ def relist(directory: Path, *paths: Path) -> None:
         for path in paths:
             if path.name in rank["files"]:
                 rank["files"][path.name] = file_entry(path, rank["files"][path.name])
-    edit.write_manifest(directory, manifest)
+    sign(directory, manifest)
 
 
 def edit_manifest(directory: Path, change: Callable[[Data], None]) -> None:
     """Let `change` edit the manifest, and make its own checksum fit."""
     manifest = edit.read_manifest(directory)
     change(manifest)
-    edit.write_manifest(directory, manifest)
+    sign(directory, manifest)
 
 
 def edit_stale(directory: Path, change: Callable[[Data], None]) -> None:
     """Let `change` edit the manifest; its checksum stays what it was."""
     manifest = edit.read_manifest(directory)
     change(manifest)
-    write(manifest_file(directory), encoded(json.dumps(manifest)))
+    write(manifest_file(directory), encoded(json.dumps(manifest, indent=1)))
+
+
+def sign(directory: Path, manifest: Any) -> None:
+    """Write a manifest as a save does, whatever it holds, with a checksum that fits."""
+    if not hasattr(edit, "sign"):
+        edit.write_manifest(directory, manifest)
+        return
+    rest = {name: value for name, value in manifest.items() if name != "checksum"}
+    edit.sign(directory, encoded(json.dumps(_sorted(rest), indent=1, ensure_ascii=False)))
+
+
+def _sorted(rest: Data) -> Data:
+    """What is a table of names is sorted, as a save has it; the fields of a record have their own order."""
+
+    def table(holder: Any, *names: str) -> None:
+        for name in names:
+            if isinstance(holder, dict) and isinstance(holder.get(name), dict):
+                holder[name] = dict(sorted(holder[name].items()))
+
+    table(rest, "written_by", "side_files")
+    table(rest.get("binding"), "world", "model", "runtime")
+    for rank in rest["ranks"] if isinstance(rest.get("ranks"), list) else []:
+        table(rank, "files", "units", "kernels", "tensors", "values")
+    return rest

@@ -88,7 +88,7 @@ def test_a_changed_field(directory: Path, data: st.DataObject) -> None:
     if json.dumps(spoiled, sort_keys=True) != json.dumps(good, sort_keys=True):
         path.write_bytes(json.dumps(spoiled, indent=1).encode())
         assert _read(directory) in (None, original)
-    edit.write_manifest(directory, spoiled)
+    spoil.sign(directory, spoiled)
     found = _read(directory)
     if found is not None:  # Then it is a manifest, and comes back from what is written of it.
         manifest.write(directory, found)
@@ -119,5 +119,5 @@ def test_json_of_all_kinds(directory: Path, data: Any) -> None:
     (directory / edit.MANIFEST).write_bytes(spoil.encoded(json.dumps(data)))
     assert _read(directory) is None
     if isinstance(data, dict):
-        edit.write_manifest(directory, data)
+        spoil.sign(directory, data)
         assert _read(directory) is None
