@@ -71,8 +71,8 @@ FIELDS: dict[tuple[str | int, ...], set[str]] = {
     ("ranks", 0, "values", "*", "owner"): {"null"},
     ("checksum",): set(),
 }
-#: Fields that a manifest may leave out.
-OPTIONAL = {"aliases", "owner", "replace"}
+#: Fields that a manifest may leave out: without them it says less, and nothing wrong.
+OPTIONAL = {"aliases", "owner", "replace", "kernels", "kernel_environment", "values", "vllm"}
 
 
 def _find(manifest: Any, path: tuple[str | int, ...]) -> tuple[Any, Any]:

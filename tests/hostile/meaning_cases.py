@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.hostile import spoil
 from tests.hostile.corpus import Case
+from tests.support import edit
 
 RankEdit = Callable[[spoil.Data], Any]
 
@@ -37,12 +40,12 @@ def _void(_: object) -> None:
 def exchange(a: str, b: str) -> RankEdit:
     """The bytes of two tensors of one form, exchanged."""
 
-    def edit(rank: spoil.Data) -> None:
+    def change(rank: spoil.Data) -> None:
         first, second = rank["tensors"][a], rank["tensors"][b]
         for name in PLACE:
             first[name], second[name] = second[name], first[name]
 
-    return edit
+    return change
 
 
 def _same_place(a: str, b: str) -> RankEdit:
@@ -65,17 +68,23 @@ def _more_value(path: str, value: Any, owner: str | None) -> RankEdit:
 def _moved(path: str, to: str, **more: Any) -> RankEdit:
     """The entry of a tensor, under another path."""
 
-    def edit(rank: spoil.Data) -> None:
+    def change(rank: spoil.Data) -> None:
         rank["tensors"][to] = rank["tensors"].pop(path) | more
 
-    return edit
+    return change
 
 
-def _copied(path: str, to: str, **more: Any) -> RankEdit:
-    def edit(rank: spoil.Data) -> None:
-        rank["tensors"][to] = rank["tensors"][path] | more
+def _extra(path: str, owner: str) -> Callable[[Path], None]:
+    """One tensor more in the hidden part, for an attribute that no load creates."""
 
-    return edit
+    def change(directory: Path) -> None:
+        hidden = spoil.hidden_part(directory)
+        edit.rewrite(hidden, lambda tensors: tensors.__setitem__(path, torch.tensor(0.5)))
+        edit.list_again(directory, hidden)
+        more = {"kind": "attribute", "owner": owner}
+        spoil.edit_manifest(directory, lambda m: m["ranks"][0]["tensors"][path].update(more))
+
+    return change
 
 
 def _unit(name: str, field: str, value: Any) -> RankEdit:
@@ -100,8 +109,8 @@ RUNTIME: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         _rank(exchange("model.embed_tokens.weight", "lm_head.weight")),
         ("lm_head",),
     ),
-    "one place for two tensors": (_rank(_same_place(NORM0, NORM1)), (NORM1,)),
-    "one place for two linear weights": (_rank(_same_place(DOWN0, DOWN1)), (DOWN1,)),
+    "one place for two tensors": (_rank(_same_place(NORM0, NORM1)), (NORM0,)),
+    "one place for two linear weights": (_rank(_same_place(DOWN0, DOWN1)), (DOWN0,)),
     "a float mirror of another scale": (
         _rank(_value(FLOAT, "value", {"float": "0x1p-3"})),
         ("_k_scale_float",),
@@ -140,7 +149,7 @@ RUNTIME: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("_scale",),
     ),
     "a value without a place": (
-        _rank(_more_value("model.norm.stranger.x", 1.0, None)),
+        _rank(_more_value("model.norm.stranger.x", 1, None)),
         ("stranger",),
     ),
     "a value for no module": (_rank(_more_value("model.x.y", 1, "model.x")), ("model.x",)),
@@ -163,22 +172,22 @@ RUNTIME: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("_parameters",),
     ),
     "a tensor for no module": (
-        _rank(_copied(CPU, "model.x.y", owner="model.x")),
+        _extra("model.x.y", "model.x"),
         ("model.x",),
     ),
     "a tensor of another owner": (
-        _rank(_copied(CPU, f"{ATTN}.stranger", owner="model.norm")),
+        _extra(f"{ATTN}.stranger", "model.norm"),
         ("stranger",),
     ),
     "a tensor for a method": (
-        _rank(_copied(CPU, "model.norm.forward", owner="model.norm")),
+        _extra("model.norm.forward", "model.norm"),
         ("forward",),
     ),
     "a tensor for a number": (
-        _rank(_copied(CPU, "model.norm.variance_epsilon", owner="model.norm")),
+        _extra("model.norm.variance_epsilon", "model.norm"),
         ("variance_epsilon",),
     ),
-    "a tensor for a module": (_rank(_copied(CPU, "model.norm", owner="model")), ("model.norm",)),
+    "a tensor for a module": (_extra("model.norm", "model"), ("model.norm",)),
     "a parameter that replaces another": (_rank(_field(NORM0, "replace", True)), (NORM0,)),
     "all kernels of another result": (_rank(_all_kernels("0" * 32)), ("down_proj",)),
     "kernels of a stranger": (
@@ -196,8 +205,8 @@ BOTH: dict[str, tuple[RankEdit, tuple[str, ...]]] = {
         (NORM0,),
     ),
     "a tensor under another path": (_moved(NORM0, "model.x.weight"), ("model.x.weight",)),
-    "a tensor of an unknown stage": (_field(NORM0, "stage", "later"), (NORM0,)),
-    "a tensor of an unknown kind": (_field(NORM0, "kind", "weight"), (NORM0,)),
+    "a tensor of an unknown stage": (_field(NORM0, "stage", "later"), ("stage",)),
+    "a tensor of an unknown kind": (_field(NORM0, "kind", "weight"), ("kind",)),
     "a tensor of another shape": (_field(NORM0, "shape", [64, 2]), (NORM0,)),
     "a tensor of another dtype": (_field(NORM0, "dtype", "F16"), (NORM0,)),
     "a tensor of another checksum": (_field(NORM0, "checksum", "0" * 32), (NORM0,)),
@@ -208,7 +217,7 @@ BOTH: dict[str, tuple[RankEdit, tuple[str, ...]]] = {
     "a tensor in no file": (_field(NORM0, "file", "elsewhere.safetensors"), (NORM0,)),
     "a tensor under no key": (_field(NORM0, "key", "elsewhere"), (NORM0,)),
     "a unit by another method": (_unit("lm_head", "method", "torch.nn.Identity"), ("lm_head",)),
-    "a unit in no layout": (_unit("lm_head", "layout", "both"), ("lm_head",)),
+    "a unit in no layout": (_unit("lm_head", "layout", "both"), ("layout",)),
     "a unit gone": (lambda rank: rank["units"].pop("lm_head"), ("lm_head",)),
     "a unit more": (
         lambda rank: rank["units"].update({"model.x": rank["units"]["lm_head"]}),
@@ -223,7 +232,7 @@ WHOLE: dict[str, tuple[RankEdit, tuple[str, ...]]] = {
     "a rank more": (lambda m: m["ranks"].append(m["ranks"][0] | {"rank": 1}), ("rank",)),
     "another world": (
         lambda m: m["binding"]["world"].update(tensor_parallel_size=2),
-        ("world.tensor_parallel_size", "2", "1"),
+        ("parallel", "2", "1"),
     ),
     "a world of another kind": (
         lambda m: m["binding"]["world"].update(stranger=2),
