@@ -181,12 +181,16 @@ def _mixtures() -> Iterator[Case]:
         for name in (tuned, biased) if number < 2 else (tuned,):
             yield Case(f"{base}: {file} of {name}", base, _take(name, file), (part,))
     for name in (tuned, biased, "source tuned"):
-        yield Case(f"{base}: all parts of {name}", base, _take(name, "*.safetensors"), (part,))
+        said = (part,) if name == tuned else (".safetensors",)
+        yield Case(f"{base}: all parts of {name}", base, _take(name, "*.safetensors"), said)
         # Another model's config is told before its parts are.
         said = (part,) if name == tuned else ("saved", "here")
         yield Case(f"{base}: the manifest of {name}", base, _take(name, manifest), said)
     yield Case(
-        f"{base}: the manifest as source", base, _take("runtime as source", manifest), (part,)
+        f"{base}: the manifest as source",
+        base,
+        _take("runtime as source", manifest),
+        (".safetensors",),
     )
     yield Case("source: a fine-tune's part", "source", _take("source tuned", "model-*"), (part,))
     yield Case("source: a fine-tune's manifest", "source", _take("source tuned", manifest), (part,))

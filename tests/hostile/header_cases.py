@@ -298,4 +298,7 @@ def cases() -> Iterator[Case]:
         for base, find in (("runtime", spoil.last_part), ("source", spoil.main_part)):
             for listed in (False, True):
                 label = f"{base}: header: {name}{', listed' if listed else ''}"
-                yield Case(label, base, _case(change, find, listed), ("model-rank-0-part-",))
+                # With a name that is a lie too, it is the name that is told.
+                named = listed and name == "a name of a megabyte"
+                said = ("no place",) if named else ("model-rank-0-part-",)
+                yield Case(label, base, _case(change, find, listed), said)

@@ -259,17 +259,17 @@ WHOLE: dict[str, tuple[RankEdit, tuple[str, ...]]] = {
 def cases() -> Iterator[Case]:
     for base in ("runtime", "fp8", "tied", "auto", "source"):
         if base != "source":
-            for name, (change, said) in RUNTIME.items():
+            for name, (spoilt, said) in RUNTIME.items():
                 if base == "tied" and (
                     "head" in name or "scale" in name or "_k_scale_float" in said
                 ):
                     continue  # It has one embedding, and scales that are all 1.
                 if base == "auto" and ("linear" in name or "head" in name):
                     continue  # Its weights are in source layout.
-                yield Case(f"{base}: {name}", base, change, said)
-        for name, (edit, said) in BOTH.items():
+                yield Case(f"{base}: {name}", base, spoilt, said)
+        for name, (change, said) in BOTH.items():
             if base == "tied" and "unit" in name:
                 continue
-            yield Case(f"{base}: {name}", base, _rank(edit), said)
-        for name, (edit, said) in WHOLE.items():
-            yield Case(f"{base}: {name}", base, _whole(edit), said)
+            yield Case(f"{base}: {name}", base, _rank(change), said)
+        for name, (change, said) in WHOLE.items():
+            yield Case(f"{base}: {name}", base, _whole(change), said)

@@ -124,7 +124,7 @@ def sign(directory: Path, manifest: Any) -> None:
 
 
 def _sorted(rest: Data) -> Data:
-    """What is a table of names is sorted, as a save has it; the fields of a record have their own order."""
+    """What is a table of names is sorted, as a save has it; a record's fields have their own order."""
 
     def table(holder: Any, *names: str) -> None:
         for name in names:

@@ -59,6 +59,5 @@ def test_a_spoiled_directory(yard: Yard, loads: dict[str, Result], case: str) ->
     for word in spoiled.words:
         assert word in error["message"]
     assert not LEAKED.search(error["message"]), error["message"]
-    assert len(error["message"].splitlines()) <= 20, error["message"]
-    assert len(error["message"]) < 4000
+    assert len(error["message"]) < 8000  # All fields of a config, with both values.
     assert result["peak_growth"] < GROWTH
