@@ -50,6 +50,7 @@ def load_model(
     found = manifest.read(directory)
     restorer: Restorer | stock.StockRestorer
     if found is None:
+        _refuse_lost_manifest(directory)
         restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked)
     else:
         entry = _entry(found, directory, vllm_config, loader.pattern)
@@ -116,6 +117,19 @@ def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | No
     entry = found.rank(identity.rank())
     _refuse_strangers(directory, entry, pattern)
     return entry
+
+
+def _refuse_lost_manifest(directory: Path) -> None:
+    """Raise `IncompleteError` where no manifest tells of parts that stock vLLM never writes.
+
+    Read as what stock saved, they would be loaded without a checksum, and without what is beside them.
+    """
+    ours = [path.name for path in directory.glob("hidden-state-rank-*-part-*.safetensors")]
+    if ours:
+        raise IncompleteError(
+            f"{directory} was saved by vllm-sharded-state, and its {manifest.FILE_NAME} is missing; "
+            f"there are:\n{listed(ours)}\nCopy it there, or save the model again."
+        )
 
 
 def _refuse_strangers(directory: Path, entry: RankEntry, pattern: str | None) -> None:

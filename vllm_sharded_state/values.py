@@ -4,7 +4,7 @@ A manifest may be forged, so what it names has to be there, and to be a place fo
 takes the place of a method, a module or a tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from torch import nn
@@ -25,23 +25,22 @@ class Values:
         self._directory = directory
         self._entries = entries
         self._decoded: dict[str, object] = {}
+        self._by_stage: dict[str, dict[str, object]] = {}
         for name, entry in entries.items():
             try:
-                self._decoded[name] = plain.decode(entry.value)
+                value = self._decoded[name] = plain.decode(entry.value)
             except (ValueError, OverflowError, RecursionError) as error:
                 raise ManifestError(
                     f"{directory / FILE_NAME}: the value of {name} is none that can be saved ({error}).\n"
                     "Save the model again."
                 ) from error
+            self._by_stage.setdefault(entry.stage, {})[name.removesuffix(AGAIN)] = value
 
     def put(self, leaves: Mapping[str, Leaf], stage: str) -> None:
         """Set those of `stage` that have their place among `leaves`. Raises `RestoreError`."""
-        for name, entry in self._entries.items():
-            path = name.removesuffix(AGAIN)
-            leaf = leaves.get(path)
-            if entry.stage != stage or leaf is None:
-                continue
-            value = self._decoded[name]
+        saved = self._by_stage.get(stage, {})
+        for path in leaves.keys() & saved.keys() if saved else ():
+            leaf, value = leaves[path], saved[path]
             if leaf.is_tensor and value is not None:
                 raise self._lost([f"{path} is a tensor here, {value!r} was saved"])
             if leaf.assign is not None:
@@ -52,7 +51,7 @@ class Values:
                     "replaced. Save the model again with this version of vLLM."
                 )
 
-    def add(self, modules: Mapping[str, nn.Module], seen: set[str]) -> None:
+    def add(self, modules: Mapping[str, nn.Module], seen: Set[str]) -> None:
         """Set the attributes that no load creates. Raises `RestoreError` where one has no place."""
         lost = []
         for name, entry in self._entries.items():
