@@ -92,8 +92,10 @@ class Yard:
             by_way[GOODS[name].way].append(job)
 
         def run(way: str) -> dict[str, Result]:
+            if not by_way[way]:
+                return {}
             first = next(name for name in BASES if GOODS[name].way == way)
-            warm = self.job(first, self.good(first), id=f"warm {way}")
+            warm = self.job(first, self.good(first), id=f"warm {way}", limit_s=None)
             return run_deadly_batch(warm, by_way[way], way, WITH_OURS)
 
         return self._by_way(run)

@@ -301,4 +301,7 @@ def cases() -> Iterator[Case]:
                 # With a name that is a lie too, it is the name that is told.
                 named = listed and name == "a name of a megabyte"
                 said = ("no place",) if named else ("model-rank-0-part-",)
-                yield Case(label, base, _case(change, find, listed), said)
+                zero = (
+                    "zero, written otherwise" if listed and name == "a number minus zero" else None
+                )
+                yield Case(label, base, _case(change, find, listed), said, loads=zero)

@@ -61,7 +61,7 @@ def _value(path: str, name: str, value: Any) -> RankEdit:
 
 
 def _more_value(path: str, value: Any, owner: str | None) -> RankEdit:
-    entry = {"value": value, "stage": "runtime", "owner": owner}
+    entry = {"value": value, "stage": "runtime"} | ({} if owner is None else {"owner": owner})
     return lambda rank: rank["values"].__setitem__(path, entry)
 
 

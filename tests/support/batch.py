@@ -228,7 +228,10 @@ def run_deadly_batch(
     """
     left, done = list(jobs), dict[str, dict[str, Any]]()
     while left:
-        (_, *results), ending = _run_process([warm, *left], way, plugins, timeout, env)
+        warmed, ending = _run_process([warm, *left], way, plugins, timeout, env)
+        if not warmed or warmed[0]["error"] is not None:
+            raise RuntimeError(f"a batch process failed before its first job: {warmed} {ending}")
+        results = warmed[1:]
         done |= {result["id"]: result for result in results}
         left = left[len(results) :]
         if left:
