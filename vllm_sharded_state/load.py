@@ -13,7 +13,7 @@ from .checkpoint import manifest
 from .checkpoint.manifest import Manifest, RankEntry
 from .checkpoint.reading import PartReader
 from .checkpoint.writing import stale_parts
-from .errors import IncompleteError, RestoreError, listed
+from .errors import IncompleteError, ManifestError, RestoreError, listed
 from .options import Options
 from .restore import Restorer
 
@@ -115,8 +115,24 @@ def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | No
     here = identity.binding(vllm_config)
     identity.refuse_mismatch(found.binding, here, in_runtime, directory)
     entry = found.rank(identity.rank())
+    _refuse_false_untying(found, entry, directory)
     _refuse_strangers(directory, entry, pattern)
     return entry
+
+
+def _refuse_false_untying(found: Manifest, entry: RankEntry, directory: Path) -> None:
+    """Raise `ManifestError` where word embeddings are one tensor and are said to be two."""
+    shared = [
+        f"{path}, {', '.join(tensor.aliases)}"
+        for path, tensor in entry.tensors.items()
+        if tensor.aliases
+        and any(name.endswith("lm_head.weight") for name in (path, *tensor.aliases))
+    ]
+    if shared and not found.tied_word_embeddings:
+        raise ManifestError(
+            f"{directory / manifest.FILE_NAME} says that word embeddings are not tied, and that these "
+            f"are one tensor:\n{listed(shared)}\nSave the model again."
+        )
 
 
 def _refuse_lost_manifest(directory: Path) -> None:
