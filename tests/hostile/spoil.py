@@ -79,15 +79,12 @@ def tensors_of(path: Path) -> Data:
     }
 
 
-def file_entry(path: Path, before: Any) -> Any:
+def file_entry(path: Path) -> dict[str, Any]:
     """What the manifest says of a file: its size, and the checksum of its length and header."""
-    size = path.stat().st_size
-    if isinstance(before, int):
-        return size
     with open(path, "rb") as file:
         start = file.read(8)
         header = file.read(min(int.from_bytes(start, "little"), 128 << 20))
-    return {"size": size, "header": xxh3_128(start + header).hexdigest()}
+    return {"size": path.stat().st_size, "header": xxh3_128(start + header).hexdigest()}
 
 
 def relist(directory: Path, *paths: Path) -> None:
@@ -96,7 +93,7 @@ def relist(directory: Path, *paths: Path) -> None:
     for rank in manifest["ranks"]:
         for path in paths:
             if path.name in rank["files"]:
-                rank["files"][path.name] = file_entry(path, rank["files"][path.name])
+                rank["files"][path.name] = file_entry(path)
     sign(directory, manifest)
 
 
@@ -116,9 +113,6 @@ def edit_stale(directory: Path, change: Callable[[Data], None]) -> None:
 
 def sign(directory: Path, manifest: Any) -> None:
     """Write a manifest as a save does, whatever it holds, with a checksum that fits."""
-    if not hasattr(edit, "sign"):
-        edit.write_manifest(directory, manifest)
-        return
     rest = {name: value for name, value in manifest.items() if name != "checksum"}
     edit.sign(directory, encoded(json.dumps(_sorted(rest), indent=1, ensure_ascii=False)))
 
