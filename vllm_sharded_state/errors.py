@@ -8,15 +8,24 @@ from collections.abc import Iterable
 
 #: How many names an error lists before it counts the rest.
 LISTED = 12
+#: How many characters of a name it shows.
+SHOWN = 300
 
 
 def listed(names: Iterable[str]) -> str:
     """Join names sorted, one line each, the first `LISTED` in full and the rest as a number."""
     ordered = sorted(names)
-    lines = [f"  {name}" for name in ordered[:LISTED]]
+    lines = [f"  {shown(name)}" for name in ordered[:LISTED]]
     if len(ordered) > LISTED:
         lines.append(f"  ... and {len(ordered) - LISTED} more")
     return "\n".join(lines)
+
+
+def shown(name: str) -> str:
+    """`name` on one line and of bounded length, for an error: it may come from a file that lies."""
+    start = name[:SHOWN]
+    text = start if start.isprintable() else ascii(start)[1:-1]
+    return text if len(name) <= SHOWN else f"{text}... ({len(name)} characters)"
 
 
 class ShardedStateError(ValueError):

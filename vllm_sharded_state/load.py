@@ -13,7 +13,7 @@ from .checkpoint import manifest, staging
 from .checkpoint.manifest import Manifest, RankEntry
 from .checkpoint.reading import PartReader
 from .checkpoint.writing import stale_parts
-from .errors import IncompleteError, RestoreError, listed
+from .errors import IncompleteError, ManifestError, RestoreError, listed
 from .options import Options
 from .origins import local_folder
 from .restore import Restorer
@@ -59,6 +59,7 @@ def load_model(
     use_tqdm = loader.load_config.use_tqdm_on_load
     restorer: Restorer | stock.StockRestorer
     if found is None:
+        _refuse_lost_manifest(directory)
         restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked, use_tqdm)
     else:
         _refuse_waiting(directory, found)
@@ -125,8 +126,37 @@ def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | No
     here = identity.binding(vllm_config)
     identity.refuse_mismatch(found.binding, here, in_runtime, directory)
     entry = found.rank(identity.rank())
+    _refuse_false_untying(found, entry, directory)
     _refuse_strangers(directory, entry, pattern, found.save_id)
     return entry
+
+
+def _refuse_false_untying(found: Manifest, entry: RankEntry, directory: Path) -> None:
+    """Raise `ManifestError` where word embeddings are one tensor and are said to be two."""
+    shared = [
+        f"{path}, {', '.join(tensor.aliases)}"
+        for path, tensor in entry.tensors.items()
+        if tensor.aliases
+        and any(name.endswith("lm_head.weight") for name in (path, *tensor.aliases))
+    ]
+    if shared and not found.tied_word_embeddings:
+        raise ManifestError(
+            f"{directory / manifest.FILE_NAME} says that word embeddings are not tied, and that these "
+            f"are one tensor:\n{listed(shared)}\nSave the model again."
+        )
+
+
+def _refuse_lost_manifest(directory: Path) -> None:
+    """Raise `IncompleteError` where no manifest tells of parts that stock vLLM never writes.
+
+    Read as what stock saved, they would be loaded without a checksum, and without what is beside them.
+    """
+    ours = [path.name for path in directory.glob("hidden-state-rank-*-part-*.safetensors")]
+    if ours:
+        raise IncompleteError(
+            f"{directory} was saved by vllm-sharded-state, and its {manifest.FILE_NAME} is missing; "
+            f"there are:\n{listed(ours)}\nCopy it there, or save the model again."
+        )
 
 
 def _refuse_waiting(directory: Path, found: Manifest) -> None:

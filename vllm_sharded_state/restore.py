@@ -20,6 +20,7 @@ from .checkpoint.reading import PartReader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .filling import Filling, Origin
+from .mirrors import refuse_forged
 from .options import Options
 from .progress import Progress
 from .remake import remake
@@ -30,7 +31,7 @@ from .state.twin import source_parameters
 from .state.unit_state import method_name
 from .state.units import Unit
 from .state.walk import Kind, Leaf, join
-from .values import Values
+from .values import Values, vacancy
 
 logger = init_logger("vllm.sharded_state.restore")
 
@@ -50,14 +51,15 @@ class Restorer:
         self._entry = entry
         self._reader = reader
         self._strict = options.strict
+        self._values = Values(directory, entry.values)
         self._defaulted: dict[str, float] = {}
+        self._absent: set[str] = set()
         self._early = self._by_path("source")
         self._late = self._by_path("runtime")
         self._check_files()
         self._progress = Progress(self._bytes(), use_tqdm)
         self._source = Filling(reader, lambda path: _origin(self._early[path]), self._progress)
         self._runtime = Filling(reader, lambda path: _origin(self._late[path]), self._progress)
-        self._values = Values(entry.values)
 
     def close(self) -> None:
         """Close the files, and take the progress bar away."""
@@ -92,7 +94,7 @@ class Restorer:
         self._opaque: dict[str, set[str]] = {}
         for unit in split:
             leaves = units.leaves(unit, inside)
-            self._values.set(leaves, "source")
+            self._values.put(leaves, "source")
             if unit.processed and self._layout(unit) == "runtime":
                 self._opaque[unit.name] = {
                     path for path, leaf in leaves.items() if leaf.kind is Kind.OPAQUE
@@ -117,6 +119,10 @@ class Restorer:
                     continue
                 if path in self._late and self._late[path].replace:
                     placed.add(path)
+                    if leaf.assign is None or isinstance(leaf.value, nn.Parameter):
+                        faults.wrong.append(
+                            f"{path}: another tensor was saved for it, a {leaf.kind}"
+                        )
                 elif path in self._late:
                     placed.add(path)
                     fills.append((path, leaf.value))
@@ -125,10 +131,14 @@ class Restorer:
                     faults.missing.append(path)
             if runtime and unit.processed:
                 self._refuse_native(unit, leaves)
-        added = {p: e for p, e in self._late.items() if p not in placed and e.owner is not None}
-        faults.unexpected += [p for p in self._late if p not in placed and p not in added]
-        faults.refuse(self._directory, self._strict)
         modules = units.named_modules(model)
+        added = {
+            path: vacancy(modules, path, entry.owner)
+            for path, entry in self._late.items()
+            if path not in placed
+        }
+        faults.unexpected += [path for path, place in added.items() if place is None]
+        faults.refuse(self._directory, self._strict)
         every = {path: leaf for _, leaves in leaves_by_unit for path, leaf in leaves.items()}
         self._runtime.fill(fills)
         replaced = [path for path, entry in self._late.items() if entry.replace and path in every]
@@ -139,9 +149,10 @@ class Restorer:
             self._default(path, every[path].value)
         self._runtime.refuse_overwritten(fills)
         for _, leaves in leaves_by_unit:
-            self._values.set(leaves, "runtime")
+            self._values.put(leaves, "runtime")
         self._values.add(modules, every.keys())
         self._mirror_defaults(modules)
+        refuse_forged(modules, self._directory)
         self._check_kernels(modules, vllm_config)
         self._warn_defaults()
         self._progress.report()
@@ -179,8 +190,11 @@ class Restorer:
         faults.refuse(self._directory, self._strict)
         if missing:
             here = {id(entry) for entry in present.values()}
-            self._early = {p: e for p, e in self._early.items() if id(e) in here}
-            self._late = {p: e for p, e in self._late.items() if id(e) in here}
+            for entries in (self._early, self._late):
+                gone = [path for path, entry in entries.items() if id(entry) not in here]
+                self._absent.update(gone)
+                for path in gone:
+                    del entries[path]
 
     def _bytes(self) -> int:
         return sum(
@@ -263,13 +277,20 @@ class Restorer:
     def _check_kernels(self, modules: dict[str, nn.Module], vllm_config: Any) -> None:
         """What modules compute now is what they computed when they were saved, bit for bit."""
         device = torch.device(vllm_config.device_config.device)
-        if self._defaulted or kernels.environment(device) != self._entry.kernel_environment:
+        if (
+            self._defaulted
+            or self._absent
+            or kernels.environment(device) != self._entry.kernel_environment
+        ):
             logger.debug(
                 "kernels are not compared: tensors were missing, or the machine is another"
             )
             return
         wrong = []
         for name, checksum in self._entry.kernels.items():
+            if name not in modules:
+                wrong.append(f"{name} (this model has no such module)")
+                continue
             try:
                 result = kernels.digest(modules[name], vllm_config, device)
             except Exception as error:  # noqa: BLE001 - a kernel without its state may fail in any way
@@ -291,12 +312,14 @@ class Restorer:
                 adopt_loaded_scales(modules[owner])
 
     def _warn_defaults(self) -> None:
-        if self._defaulted:
+        lines = [f"{path} = {value}" for path, value in self._defaulted.items()]
+        lines += [f"{path}: as a load makes it" for path in self._absent - self._defaulted.keys()]
+        if lines:
             logger.warning(
                 "%d tensors are missing in %s and were given values (strict is false):\n%s",
-                len(self._defaulted),
+                len(lines),
                 self._directory,
-                "\n".join(f"  {path} = {value}" for path, value in sorted(self._defaulted.items())),
+                "\n".join(f"  {line}" for line in sorted(lines)),
             )
 
 

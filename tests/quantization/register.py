@@ -1,8 +1,6 @@
 """Imported by a batch process (`Job.register`): registers every method of these tests with vLLM."""
 
-import atexit
 import contextlib
-import gc
 import tempfile
 from typing import Any
 
@@ -50,9 +48,6 @@ assert {
 _listed = {*TABLE, "scattered"}
 assert base.METHODS.keys() == _listed, sorted(base.METHODS.keys() ^ _listed)
 base.enter()
-# A batch collects garbage after each of hundreds of models: spare it the objects of all modules.
-gc.freeze()
-atexit.register(gc.unfreeze)
 
 
 def reveal(model: nn.Module) -> None:

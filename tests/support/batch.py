@@ -1,6 +1,6 @@
 """Run many model-level jobs in one process, so that importing vLLM is paid once.
 
-    python -m tests.support.batch JOBS.json RESULTS.json
+    python -m tests.support.batch JOBS.json RESULTS.jsonl
 
 A job is a dict; see `Job`. The way and the plugins are the process's environment
 (`tests.support.model_level.environment`). A job that fails leaves its error and the rest go on.
@@ -17,6 +17,8 @@ import gc  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
+import resource  # noqa: E402
+import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
@@ -38,6 +40,7 @@ class Job:
     `quant` names a module that registers quantization methods before the load. `poison` fills every
     parameter with NaN between building and loading. `layout` is put in VSS_LAYOUT while saving.
     `file_limit` is the most bytes that a file may have while saving: what a full disk does.
+    `limit_s` is the time after which the process is killed, whatever it is doing.
     """
 
     id: str
@@ -54,6 +57,7 @@ class Job:
     snapshot_after: bool = False
     poison: bool = False
     register: str | None = None
+    limit_s: float | None = None
 
 
 class _Warnings(logging.Handler):
@@ -79,8 +83,6 @@ def _layout(layout: str | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _file_limit(limit: int | None) -> Iterator[None]:
     """Writing past `limit` bytes of any file fails with EFBIG, an OSError as ENOSPC is."""
-    import resource
-
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -131,11 +133,20 @@ def check_way(model: Any) -> None:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Do one job: its snapshots, warnings and seconds; or `error` with stage, type and message."""
+    """Do one job: its snapshots, warnings and seconds; or `error` with stage, type and message.
+
+    `peak_growth` is by how many bytes the process outgrew what it held when the job began.
+    """
     result: dict[str, Any] = {"id": job.id, "error": None}
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak, VmHWM: see proc(5).
+    before = _memory("VmRSS")
+    signal.setitimer(
+        signal.ITIMER_REAL, job.limit_s or 0
+    )  # SIGALRM ends the process, native code too
     warnings = _Warnings()
     logging.getLogger("vllm").addHandler(warnings)
     stage, began = "load", time.perf_counter()
+    started = began
     try:
         if job.register:
             __import__(job.register)
@@ -181,9 +192,20 @@ def run(job: Job) -> dict[str, Any]:
         del error
     finally:
         logging.getLogger("vllm").removeHandler(warnings)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         gc.collect()
     result["warnings"] = warnings.lines
+    result["job_s"] = round(time.perf_counter() - started, 3)
+    result["peak_growth"] = _memory("VmHWM") - before
     return result
+
+
+def _memory(name: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
 
 
 def run_batch(
@@ -191,8 +213,40 @@ def run_batch(
 ) -> dict[str, dict[str, Any]]:
     """Run `jobs` in one new process and return the results by id."""
     jobs = list(jobs)
+    results, ending = _run_process(jobs, way, plugins, timeout, env)
+    if len(results) < len(jobs):
+        raise RuntimeError(f"the batch process died: {ending}")
+    return {result["id"]: result for result in results}
+
+
+def run_deadly_batch(
+    warm: Job, jobs: Iterable[Job], way: str, plugins: str, timeout: float = 1200, **env: str
+) -> dict[str, dict[str, Any]]:
+    """Like `run_batch`, but a job in which the process dies has that as its error; the rest go on.
+
+    Each process does `warm` first, which pays for all that has to be imported.
+    """
+    left, done = list(jobs), dict[str, dict[str, Any]]()
+    while left:
+        warmed, ending = _run_process([warm, *left], way, plugins, timeout, env)
+        if not warmed or warmed[0]["error"] is not None:
+            raise RuntimeError(f"a batch process failed before its first job: {warmed} {ending}")
+        results = warmed[1:]
+        done |= {result["id"]: result for result in results}
+        left = left[len(results) :]
+        if left:
+            error = {"stage": "process", "type": "died", "bases": [], "message": ending}
+            done[left[0].id] = {"id": left[0].id, "error": error | {"traceback": ending}}
+            left = left[1:]
+    return done
+
+
+def _run_process(
+    jobs: list[Job], way: str, plugins: str, timeout: float, env: dict[str, str]
+) -> tuple[list[dict[str, Any]], str]:
+    """The results as far as the process came, in order, and how it ended."""
     with tempfile.TemporaryDirectory() as scratch:
-        given, made = Path(scratch, "jobs.json"), Path(scratch, "results.json")
+        given, made = Path(scratch, "jobs.json"), Path(scratch, "results.jsonl")
         given.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
         process = subprocess.run(
             [sys.executable, "-m", "tests.support.batch", str(given), str(made)],
@@ -204,22 +258,20 @@ def run_batch(
             timeout=timeout,
             check=False,
         )
-        if not made.exists():
-            raise RuntimeError(f"the batch process died ({process.returncode}):\n{process.stdout}")
-        results = json.loads(made.read_text())
-    return {result["id"]: result for result in results}
+        whole = made.read_text().split("\n")[:-1] if made.exists() else []
+    return [json.loads(line) for line in whole], f"exit {process.returncode}\n{process.stdout}"
 
 
 def main() -> None:
     given, made = sys.argv[1:]
-    results = []
-    for job in json.loads(Path(given).read_text()):
-        results.append(run(Job(**job)))
-        if len(results) == 1:
-            # Garbage is collected after every job: spare it the objects of all that was imported.
-            gc.freeze()
-            atexit.register(gc.unfreeze)
-    Path(made).write_text(json.dumps(results))
+    jobs = [Job(**job) for job in json.loads(Path(given).read_text())]
+    with open(made, "w") as file:
+        for number, job in enumerate(jobs):
+            print(json.dumps(run(job)), file=file, flush=True)
+            if number == 0:
+                # Garbage is collected after each job: spare that the objects of all imported modules.
+                gc.freeze()
+                atexit.register(gc.unfreeze)
 
 
 if __name__ == "__main__":

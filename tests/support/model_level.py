@@ -44,7 +44,10 @@ _started = False
 
 
 def _start() -> None:
-    """One gloo world of one rank for the whole process."""
+    """One gloo world for the whole process: of one rank, or as `VSS_TEST_WORLD` has it.
+
+    That is `RANK/SIZE/PATH` of tensor parallel ranks that meet at a file.
+    """
     global _started
     if _started:
         return
@@ -54,10 +57,11 @@ def _start() -> None:
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
-    meeting = Path(tempfile.mkdtemp()) / "world"
+    world = os.environ.get("VSS_TEST_WORLD") or f"0/1/{tempfile.mkdtemp()}/world"
+    rank, size, meeting = world.split("/", 2)
     with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
-        initialize_model_parallel(1, 1)
+        init_distributed_environment(int(size), int(rank), f"file:///{meeting}", int(rank), "gloo")
+        initialize_model_parallel(int(size), 1)
     _set_torch_accelerator_to_noop()
     _started = True
 

@@ -78,15 +78,18 @@ def encode(value: object) -> Any:
 
 
 def decode(data: Any) -> object:
-    """Read what `encode` wrote. Raises `ValueError` for anything else."""
+    """Read what `encode` wrote.
+
+    Raises `ValueError` for anything else, `OverflowError` for a float that is too large.
+    """
     if isinstance(data, dict) and len(data) == 1:
         ((tag, body),) = data.items()
-        if tag == "float":
+        if tag == "float" and isinstance(body, str):
             return float.fromhex(body)
-        if tag == "set":
-            return {decode(item) for item in body}
-        if tag == "frozenset":
-            return frozenset(decode(item) for item in body)
+        if tag in ("set", "frozenset") and isinstance(body, list):
+            items = [decode(item) for item in body]
+            if all(isinstance(item, RESTORABLE) for item in items):
+                return set(items) if tag == "set" else frozenset(items)
     if isinstance(data, RESTORABLE):
         return data
     raise ValueError(f"not a value that the manifest holds: {data!r}")
