@@ -1,20 +1,18 @@
 """Directory to model: refuse what does not belong here, fill, let upstream process, put the rest back."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from . import identity, options, stock
+from . import identity, options, remote, stock
 from .checkpoint import manifest
 from .checkpoint.manifest import Manifest, RankEntry
-from .checkpoint.reading import PartReader
-from .checkpoint.writing import stale_parts
+from .checkpoint.writing import strange_names
 from .errors import IncompleteError, RestoreError, listed
 from .options import Options
+from .remote import Location
 from .restore import Restorer
 
 logger = init_logger("vllm.sharded_state.load")
@@ -25,12 +23,13 @@ take_options = options.take
 def retie(model_config: Any) -> bool | None:
     """Whether the manifest at `model_config.model` says that word embeddings are tied; else None.
 
-    A key `lm_head.weight` in a part says nothing about it: one tensor may lie under either name.
+    A key `lm_head.weight` in a part says nothing about it: one tensor may lie under either name. Not
+    asked where the config says that they are not tied: nothing would be changed.
     """
-    directory = Path(str(model_config.model))
-    if not directory.is_dir():
+    if not getattr(model_config.hf_config, "tie_word_embeddings", False):
         return None
-    found = manifest.read(directory)
+    token = getattr(model_config, "hf_token", None)
+    found = remote.cached_manifest(str(model_config.model), model_config.revision, token)
     return None if found is None else found.tied_word_embeddings
 
 
@@ -45,17 +44,17 @@ def load_model(
     Raises `ShardedStateError`: everything that can be refused without the model is refused before it
     is built.
     """
-    directory = _directory(loader, model_config)
+    location = remote.locate(loader.load_config, model_config)
     asked: Options = getattr(loader, "vss_options", Options())
-    found = manifest.read(directory)
+    found = location.manifest()
     use_tqdm = loader.load_config.use_tqdm_on_load
     restorer: Restorer | stock.StockRestorer
     if found is None:
-        restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked, use_tqdm)
+        restorer = stock.StockRestorer(location, loader.pattern, vllm_config, asked, use_tqdm)
     else:
-        entry = _entry(found, directory, vllm_config, loader.pattern)
-        reader = PartReader(directory, dict(entry.files), verify=asked.verify)
-        restorer = Restorer(directory, entry, reader, asked, use_tqdm)
+        entry = _entry(found, location, vllm_config, loader.pattern)
+        reader = location.open(entry.files, verify=asked.verify)
+        restorer = Restorer(location, entry, reader, asked, use_tqdm)
         if not found.tied_word_embeddings:
             _untie(model_config)
     loader.vss_restorer = restorer
@@ -94,19 +93,7 @@ def _untie(model_config: Any) -> None:
             config.tie_word_embeddings = False
 
 
-def _directory(loader: Any, model_config: Any) -> Path:
-    """The directory of the checkpoint; a hub id is downloaded as upstream's loader does it."""
-    name = model_config.model_weights or model_config.model
-    path = Path(loader._prepare_weights(name, model_config.revision))
-    if not path.is_dir():
-        raise IncompleteError(
-            f"{name} is no directory. Sharded state is read from local or hub paths; for object "
-            "storage use load_format='runai_streamer_sharded'."
-        )
-    return path
-
-
-def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | None) -> RankEntry:
+def _entry(found: Manifest, location: Location, vllm_config: Any, pattern: str | None) -> RankEntry:
     """This rank's entry, when the checkpoint belongs to this engine."""
     in_runtime = any(
         unit.layout == "runtime" and unit.method
@@ -114,22 +101,22 @@ def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | No
         for unit in rank.units.values()
     )
     here = identity.binding(vllm_config)
-    identity.refuse_mismatch(found.binding, here, in_runtime, directory)
+    identity.refuse_mismatch(found.binding, here, in_runtime, location)
     entry = found.rank(identity.rank())
-    _refuse_strangers(directory, entry, pattern)
+    _refuse_strangers(location, entry, pattern)
     return entry
 
 
-def _refuse_strangers(directory: Path, entry: RankEntry, pattern: str | None) -> None:
+def _refuse_strangers(location: Location, entry: RankEntry, pattern: str | None) -> None:
     """Raise `IncompleteError` for part files that look like this rank's but that no save wrote here."""
 
     def name(part: str) -> str:
         return ShardedStateLoader._render_default_pattern(pattern, part=part)
 
-    strangers = stale_parts(directory, name, set(entry.files))
+    strangers = strange_names(location.names(), name, set(entry.files))
     if strangers:
         raise IncompleteError(
-            f"{directory} holds parts that {manifest.FILE_NAME} does not list, as if two saves were "
-            f"mixed:\n{listed(os.path.basename(path) for path in strangers)}\n"
+            f"{location} holds parts that {manifest.FILE_NAME} does not list, as if two saves were "
+            f"mixed:\n{listed(strangers)}\n"
             "Remove them, or save again into an empty directory."
         )

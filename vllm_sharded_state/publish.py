@@ -8,7 +8,7 @@ from torch import distributed as dist
 from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
-from . import identity, sidefiles
+from . import identity, remote, sidefiles
 from .checkpoint import manifest
 from .checkpoint.manifest import Manifest, RankEntry
 from .errors import SaveError, listed
@@ -17,27 +17,15 @@ logger = init_logger("vllm.sharded_state.publish")
 
 
 def _copy_side_files(directory: Path, config: Any) -> None:
-    model_config = config.model_config
-    for origin in {str(model_config.model), str(model_config.tokenizer)}:
-        folder = _local_folder(origin, model_config.revision)
+    model = config.model_config
+    token = getattr(model, "hf_token", None)
+    origins = [(str(model.model), model.revision)]
+    if str(model.tokenizer) != str(model.model):
+        origins.append((str(model.tokenizer), model.tokenizer_revision))
+    for origin, revision in origins:
+        folder = remote.local_folder(origin, revision, token)
         if folder is not None:
             sidefiles.copy(folder, directory)
-
-
-def _local_folder(origin: str, revision: str | None) -> Path | None:
-    """The directory of a model or tokenizer: itself, or its snapshot in the hub's cache."""
-    if Path(origin).is_dir():
-        return Path(origin)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(origin, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
-        logger.warning(
-            "%s is not on this machine: its config and tokenizer were not copied", origin
-        )
-        return None
 
 
 def _is_tied(model_config: Any, entries: list[RankEntry]) -> bool:

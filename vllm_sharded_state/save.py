@@ -17,6 +17,7 @@ from .checkpoint.manifest import RankEntry, TensorEntry, UnitEntry, ValueEntry
 from .checkpoint.writing import PartWriter, header_room, stale_parts
 from .errors import OptionError, SaveError, ShardedStateError
 from .mirrors import refuse_disagreement
+from .remote import FORMATS
 from .saved_source import SavedSource
 from .state import construction, kernels, plain, units
 from .state.compare import place
@@ -141,7 +142,7 @@ class _RankSaver:
 
     def _source(self) -> Source:
         twin = Twin(self._config, _device(self._config))
-        if self._config.load_config.load_format == "sharded_state":
+        if self._config.load_config.load_format in FORMATS:
             return SavedSource(twin)
         return SourceReader(twin, self._initial)
 
