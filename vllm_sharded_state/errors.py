@@ -60,6 +60,10 @@ class ManifestError(ShardedStateError):
     """`sharded_state.json` is damaged, or of a format this version cannot read."""
 
 
+class FetchError(ShardedStateError):
+    """A checkpoint on a hub or in object storage can't be reached."""
+
+
 class MismatchError(ShardedStateError):
     """The checkpoint belongs to another model, layout of ranks, or platform."""
 

@@ -1,7 +1,6 @@
 """What can be wrong between the tensors of a checkpoint and their places in a model."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from .errors import IncompleteError, TensorMismatchError, UnexpectedTensorError, listed
 
@@ -14,7 +13,7 @@ class Faults:
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def refuse(self, directory: Path, strict: bool) -> None:
+    def refuse(self, directory: object, strict: bool) -> None:
         """Raise for the first kind of fault there is; missing tensors only when `strict`."""
         if self.wrong:
             raise TensorMismatchError(

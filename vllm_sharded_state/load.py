@@ -1,21 +1,19 @@
 """Directory to model: refuse what does not belong here, fill, let upstream process, put the rest back."""
 
-import os
-from pathlib import Path
+import fnmatch
 from typing import Any
 
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from . import identity, options, source_identity, stock
+from . import identity, options, remote, source_identity, stock
 from .checkpoint import manifest, staging
 from .checkpoint.manifest import Manifest, RankEntry
-from .checkpoint.reading import PartReader
-from .checkpoint.writing import stale_parts
+from .checkpoint.writing import strange_names
 from .errors import IncompleteError, ManifestError, RestoreError, listed
 from .options import Options
-from .origins import local_folder
+from .remote import Location
 from .restore import Restorer
 
 logger = init_logger("vllm.sharded_state.load")
@@ -26,12 +24,13 @@ take_options = options.take
 def retie(model_config: Any) -> bool | None:
     """Whether the manifest at `model_config.model` says that word embeddings are tied; else None.
 
-    A key `lm_head.weight` in a part says nothing about it: one tensor may lie under either name.
+    A key `lm_head.weight` in a part says nothing about it: one tensor may lie under either name. Not
+    asked where the config says that they are not tied: nothing would be changed.
     """
-    directory = Path(str(model_config.model))
-    if not directory.is_dir():
+    if not getattr(model_config.hf_config, "tie_word_embeddings", False):
         return None
-    found = manifest.read(directory)
+    token = getattr(model_config, "hf_token", None)
+    found = remote.cached_manifest(str(model_config.model), model_config.revision, token)
     return None if found is None else found.tied_word_embeddings
 
 
@@ -46,26 +45,26 @@ def load_model(
     Raises `ShardedStateError`: everything that can be refused without the model is refused before it
     is built.
     """
-    directory = _directory(loader, model_config)
+    location = remote.locate(loader.load_config, model_config)
     asked: Options = getattr(loader, "vss_options", Options())
-    found = manifest.read(directory)
+    found = location.manifest()
     if asked.source is not None:
         source_identity.refuse_other(
             None if found is None else found.source,
             asked.source,
-            local_folder(asked.source, None),
-            directory,
+            remote.local_folder(asked.source, None),
+            location,
         )
     use_tqdm = loader.load_config.use_tqdm_on_load
     restorer: Restorer | stock.StockRestorer
     if found is None:
-        _refuse_lost_manifest(directory)
-        restorer = stock.StockRestorer(directory, loader.pattern, vllm_config, asked, use_tqdm)
+        _refuse_lost_manifest(location)
+        restorer = stock.StockRestorer(location, loader.pattern, vllm_config, asked, use_tqdm)
     else:
-        _refuse_waiting(directory, found)
-        entry = _entry(found, directory, vllm_config, loader.pattern)
-        reader = PartReader(directory, dict(entry.files), found.save_id, asked.verify)
-        restorer = Restorer(directory, entry, reader, asked, use_tqdm)
+        _refuse_waiting(location, found)
+        entry = _entry(found, location, vllm_config, loader.pattern)
+        reader = location.open(entry.files, found.save_id, asked.verify)
+        restorer = Restorer(location, entry, reader, asked, use_tqdm)
         if not found.tied_word_embeddings:
             _untie(model_config)
     loader.vss_restorer = restorer
@@ -104,19 +103,7 @@ def _untie(model_config: Any) -> None:
             config.tie_word_embeddings = False
 
 
-def _directory(loader: Any, model_config: Any) -> Path:
-    """The directory of the checkpoint; a hub id is downloaded as upstream's loader does it."""
-    name = model_config.model_weights or model_config.model
-    path = Path(loader._prepare_weights(name, model_config.revision))
-    if not path.is_dir():
-        raise IncompleteError(
-            f"{name} is no directory. Sharded state is read from local or hub paths; for object "
-            "storage use load_format='runai_streamer_sharded'."
-        )
-    return path
-
-
-def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | None) -> RankEntry:
+def _entry(found: Manifest, location: Location, vllm_config: Any, pattern: str | None) -> RankEntry:
     """This rank's entry, when the checkpoint belongs to this engine."""
     in_runtime = any(
         unit.layout == "runtime" and unit.method
@@ -124,14 +111,14 @@ def _entry(found: Manifest, directory: Path, vllm_config: Any, pattern: str | No
         for unit in rank.units.values()
     )
     here = identity.binding(vllm_config)
-    identity.refuse_mismatch(found.binding, here, in_runtime, directory)
+    identity.refuse_mismatch(found.binding, here, in_runtime, location)
     entry = found.rank(identity.rank())
-    _refuse_false_untying(found, entry, directory)
-    _refuse_strangers(directory, entry, pattern, found.save_id)
+    _refuse_false_untying(found, entry, location)
+    _refuse_strangers(location, entry, pattern, found.save_id)
     return entry
 
 
-def _refuse_false_untying(found: Manifest, entry: RankEntry, directory: Path) -> None:
+def _refuse_false_untying(found: Manifest, entry: RankEntry, location: Location) -> None:
     """Raise `ManifestError` where word embeddings are one tensor and are said to be two."""
     shared = [
         f"{path}, {', '.join(tensor.aliases)}"
@@ -141,46 +128,51 @@ def _refuse_false_untying(found: Manifest, entry: RankEntry, directory: Path) ->
     ]
     if shared and not found.tied_word_embeddings:
         raise ManifestError(
-            f"{directory / manifest.FILE_NAME} says that word embeddings are not tied, and that these "
+            f"{manifest.FILE_NAME} in {location} says that word embeddings are not tied, and that these "
             f"are one tensor:\n{listed(shared)}\nSave the model again."
         )
 
 
-def _refuse_lost_manifest(directory: Path) -> None:
+def _refuse_lost_manifest(location: Location) -> None:
     """Raise `IncompleteError` where no manifest tells of parts that stock vLLM never writes.
 
     Read as what stock saved, they would be loaded without a checksum, and without what is beside them.
     """
-    ours = [path.name for path in directory.glob("hidden-state-rank-*-part-*.safetensors")]
+    ours = fnmatch.filter(location.names(), "hidden-state-rank-*-part-*.safetensors")
     if ours:
         raise IncompleteError(
-            f"{directory} was saved by vllm-sharded-state, and its {manifest.FILE_NAME} is missing; "
+            f"{location} was saved by vllm-sharded-state, and its {manifest.FILE_NAME} is missing; "
             f"there are:\n{listed(ours)}\nCopy it there, or save the model again."
         )
 
 
-def _refuse_waiting(directory: Path, found: Manifest) -> None:
+def _refuse_waiting(location: Location, found: Manifest) -> None:
     """Raise `IncompleteError` where the engine may have been configured by an earlier save's files."""
-    waiting = staging.waiting_side_files(directory, found.save_id)
+    folder = location.folder
+    waiting = staging.waiting_side_files(folder, found.save_id) if folder else []
     if waiting:
         raise IncompleteError(
-            f"A save into {directory} was killed in its last step: its weights can be read, but these "
+            f"A save into {location} was killed in its last step: its weights can be read, but these "
             f"files are still those of the checkpoint before it:\n{listed(waiting)}\n"
-            f"Complete it: python -m vllm_sharded_state.checkpoint.staging {directory}"
+            f"Complete it: python -m vllm_sharded_state.checkpoint.staging {location}"
         )
 
 
-def _refuse_strangers(directory: Path, entry: RankEntry, pattern: str | None, save_id: str) -> None:
+def _refuse_strangers(
+    location: Location, entry: RankEntry, pattern: str | None, save_id: str
+) -> None:
     """Raise `IncompleteError` for part files that look like this rank's but that no save wrote here."""
 
     def name(part: str) -> str:
         return ShardedStateLoader._render_default_pattern(pattern, part=part)
 
-    known = set(entry.files) | staging.waiting_removal(directory, save_id)
-    strangers = stale_parts(directory, name, known)
+    known = set(entry.files)
+    if location.folder is not None:
+        known |= staging.waiting_removal(location.folder, save_id)
+    strangers = strange_names(location.names(), name, known)
     if strangers:
         raise IncompleteError(
-            f"{directory} holds parts that {manifest.FILE_NAME} does not list, as if two saves were "
-            f"mixed:\n{listed(os.path.basename(path) for path in strangers)}\n"
+            f"{location} holds parts that {manifest.FILE_NAME} does not list, as if two saves were "
+            f"mixed:\n{listed(strangers)}\n"
             "Remove them, or save again into an empty directory."
         )

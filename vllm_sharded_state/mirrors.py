@@ -5,7 +5,6 @@ attention.py, `set_default_quant_scales`), so a pair that disagrees has no singl
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -37,7 +36,7 @@ def refuse_disagreement(leaves: Mapping[str, Leaf]) -> None:
         )
 
 
-def refuse_forged(modules: Mapping[str, nn.Module], directory: Path) -> None:
+def refuse_forged(modules: Mapping[str, nn.Module], directory: object) -> None:
     """Raise `RestoreError` naming each mirror of a loaded model that does not repeat its buffer.
 
     No save leaves such a pair: the manifest or a part was changed by someone who made checksums fit.

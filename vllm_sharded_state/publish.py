@@ -6,11 +6,10 @@ from typing import Any
 from torch import distributed as dist
 from vllm.distributed import get_world_group
 
-from . import identity, sidefiles
-from .checkpoint import manifest
+from . import identity, remote, sidefiles
+from .checkpoint import manifest, store
 from .checkpoint.manifest import Manifest, RankEntry, SideFile, Source
 from .checkpoint.ranks import Alone, GroupRanks, Ranks
-from .origins import local_folder
 from .source_identity import Recorder
 
 
@@ -24,8 +23,11 @@ def ranks() -> Ranks:
 def stage_side_files(directory: Path, config: Any, save_id: str) -> dict[str, SideFile]:
     """Stage the files of model and tokenizer that hold no weights. Raises `OSError`."""
     model_config = config.model_config
-    model = local_folder(str(model_config.model), model_config.revision)
-    tokenizer = local_folder(str(model_config.tokenizer), model_config.tokenizer_revision)
+    token = getattr(model_config, "hf_token", None)
+    model = remote.local_folder(str(model_config.model), model_config.revision, token)
+    tokenizer = remote.local_folder(
+        str(model_config.tokenizer), model_config.tokenizer_revision, token
+    )
     staged = sidefiles.stage(model, tokenizer, directory, save_id)
     return {name: SideFile(size, checksum) for name, (size, checksum) in staged.items()}
 
@@ -54,7 +56,9 @@ def describe(
 def record_source(config: Any) -> Recorder:
     """Begin to read what the engine was started from."""
     model = config.model_config
-    return Recorder(config, local_folder(str(model.model_weights or model.model), model.revision))
+    name = str(model.model_weights or model.model)
+    folder = None if store.is_remote(name) else remote.local_folder(name, model.revision)
+    return Recorder(config, folder)
 
 
 def _is_tied(model_config: Any, entries: list[RankEntry]) -> bool:

@@ -6,7 +6,6 @@ to find its place; names, shapes and dtypes are compared before anything is copi
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from vllm.logger import init_logger
 from .adopt import adopt, can_adopt
 from .checkpoint.dtypes import NAMES, dtype_name, holds
 from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
-from .checkpoint.reading import PartReader
+from .checkpoint.streaming import Reader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .filling import Filling, Origin
@@ -41,9 +40,9 @@ class Restorer:
 
     def __init__(
         self,
-        directory: Path,
+        directory: object,
         entry: RankEntry,
-        reader: PartReader,
+        reader: Reader,
         options: Options,
         use_tqdm: bool = True,
     ) -> None:

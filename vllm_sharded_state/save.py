@@ -19,6 +19,7 @@ from .checkpoint.transaction import Written
 from .checkpoint.writing import PartWriter, header_room, stale_parts
 from .errors import OptionError, SaveError
 from .mirrors import refuse_disagreement
+from .remote import FORMATS
 from .saved_source import SavedSource
 from .source_identity import Recorder
 from .state import construction, kernels, plain, sharing, units
@@ -162,7 +163,7 @@ class _RankSaver:
 
     def _source(self) -> Source:
         twin = Twin(self._config, _device(self._config))
-        if self._config.load_config.load_format == "sharded_state":
+        if self._config.load_config.load_format in FORMATS:
             return SavedSource(twin)
         return SourceReader(twin, self._initial)
 

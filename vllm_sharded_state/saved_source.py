@@ -1,12 +1,9 @@
 """Source tensors for an engine that was itself started from sharded state: they lie in its directory."""
 
-from pathlib import Path
-
 import torch
 
-from . import identity
+from . import identity, remote
 from .checkpoint import manifest
-from .checkpoint.reading import PartReader
 from .errors import NoSourceError
 from .filling import Filling
 from .state import plain
@@ -21,15 +18,16 @@ class SavedSource:
 
     def __init__(self, twin: Twin) -> None:
         self._twin = twin
-        self._directory = Path(str(twin.vllm_config.model_config.model))
-        found = manifest.read(self._directory)
+        config = twin.vllm_config
+        self._directory = remote.locate(config.load_config, config.model_config)
+        found = self._directory.manifest()
         if found is None:
             raise NoSourceError(
                 f"{self._directory} has no {manifest.FILE_NAME}, so it does not tell what its tensors "
                 "were before they were processed.\nSave from the model's own checkpoint instead."
             )
         self._entry = found.rank(identity.rank())
-        self._reader = PartReader(self._directory, dict(self._entry.files), found.save_id)
+        self._reader = self._directory.open(self._entry.files, found.save_id)
         self._places = {
             path: tensor
             for key, tensor in self._entry.tensors.items()

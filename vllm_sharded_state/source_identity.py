@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from .checkpoint import fingerprint, manifest
 from .checkpoint.entries import Source, SourceFile
 from .errors import ManifestError, MismatchError, OptionError, listed
+from .remote import FORMATS
 
 logger = init_logger("vllm.sharded_state.source_identity")
 
@@ -70,7 +71,7 @@ def _source(config: Any, folder: Path | None) -> Source | None:
         return Source(str(model.model), model.revision, files)
     if folder is None or config.load_config.load_format == "dummy":
         return None
-    if config.load_config.load_format == "sharded_state":
+    if config.load_config.load_format in FORMATS:
         # What its directory was saved from; `through` tells that it came by way of it.
         before = manifest.read(folder)
         if before is None or before.source is None:
@@ -103,7 +104,7 @@ def _indexed(folder: Path, names: list[str]) -> list[str]:
     return [name for name in names if name in listed_names] or names
 
 
-def refuse_other(saved: Source | None, asked: str, folder: Path | None, directory: Path) -> None:
+def refuse_other(saved: Source | None, asked: str, folder: Path | None, directory: object) -> None:
     """Raise `MismatchError` unless `directory` was saved from exactly the checkpoint `asked` for.
 
     `folder` is where that lies. Names, sizes and headers are compared first, by every rank; the content

@@ -5,10 +5,9 @@ each module on a twin: what processing leaves must either be a tensor of the che
 on the weights at all.
 """
 
-import glob
+import fnmatch
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLo
 
 from .adopt import adopt, can_adopt
 from .checkpoint.dtypes import torch_dtype
-from .checkpoint.reading import PartReader
 from .errors import (
     IncompleteError,
     NotRepresentableError,
@@ -29,6 +27,7 @@ from .errors import (
 from .filling import Filling, Origin
 from .options import Options
 from .progress import Progress
+from .remote import Location
 from .state import placeholders, units
 from .state.kernels import same_bits
 from .state.kv_scales import SCALE_BUFFERS, adopt_loaded_scales
@@ -51,25 +50,26 @@ class StockRestorer:
 
     def __init__(
         self,
-        directory: Path,
+        location: Location,
         pattern: str | None,
         vllm_config: Any,
         options: Options,
         use_tqdm: bool = True,
     ) -> None:
-        self._directory = directory
+        self._directory = location
         self._strict = options.strict
         self._config = vllm_config
         name = ShardedStateLoader._render_default_pattern(pattern, part="*")
-        files = sorted(Path(path).name for path in glob.glob(str(directory / name)))
+        names = location.names()
+        files = fnmatch.filter(names, name)
         if not files:
-            raise IncompleteError(_no_files(directory, name))
-        self._reader = PartReader(directory, dict.fromkeys(files), verify=options.verify)
+            raise IncompleteError(_no_files(location, name, names))
+        self._reader = location.open(dict.fromkeys(files), verify=options.verify)
         places = [(key, file) for file in files for key in self._reader.keys(file)]
         doubled = [key for key, count in Counter(key for key, _ in places).items() if count > 1]
         if doubled:
             raise UnexpectedTensorError(
-                f"{directory} holds tensors in more than one part, as if two saves were mixed:\n"
+                f"{location} holds tensors in more than one part, as if two saves were mixed:\n"
                 f"{listed(doubled)}\nRemove the parts that are not wanted, or save again."
             )
         self._places = {key: (file, key) for key, file in places}
@@ -248,7 +248,7 @@ class _Problems:
         """Whether a tensor of `unit` is missing."""
         return any(key.startswith(f"{unit}.") for key in self.missing)
 
-    def refuse(self, directory: Path, strict: bool) -> None:
+    def refuse(self, directory: object, strict: bool) -> None:
         """Raise for what stands against loading, causes first."""
         if self.unheld:
             raise NotRepresentableError(
@@ -306,9 +306,9 @@ def _forms(key: str, saved: Form, here: torch.Tensor) -> str:
     )
 
 
-def _no_files(directory: Path, name: str) -> str:
-    others = sorted(path.name for path in directory.glob("*.safetensors"))
-    text = f"{directory} holds no part {name!r} and no sharded_state.json"
+def _no_files(location: Location, name: str, names: list[str]) -> str:
+    others = fnmatch.filter(names, "*.safetensors")
+    text = f"{location} holds no part {name!r} and no sharded_state.json"
     if others:
         text += f"; it holds:\n{listed(others)}\n"
         text += (

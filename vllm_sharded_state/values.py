@@ -5,7 +5,6 @@ takes the place of a method, a module or a tensor.
 """
 
 from collections.abc import Mapping, Set
-from pathlib import Path
 
 from torch import nn
 
@@ -21,7 +20,7 @@ class Values:
     Raises `ManifestError` for one that is nothing `state.plain` writes.
     """
 
-    def __init__(self, directory: Path, entries: Mapping[str, ValueEntry]) -> None:
+    def __init__(self, directory: object, entries: Mapping[str, ValueEntry]) -> None:
         self._directory = directory
         self._entries = entries
         self._decoded: dict[str, object] = {}
@@ -31,7 +30,7 @@ class Values:
                 value = self._decoded[name] = plain.decode(entry.value)
             except (ValueError, OverflowError, RecursionError) as error:
                 raise ManifestError(
-                    f"{directory / FILE_NAME}: the value of {name} is none that can be saved ({error}).\n"
+                    f"{FILE_NAME} in {directory}: the value of {name} can't have been saved ({error}).\n"
                     "Save the model again."
                 ) from error
             self._by_stage.setdefault(entry.stage, {})[name.removesuffix(AGAIN)] = value

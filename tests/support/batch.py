@@ -153,7 +153,7 @@ def run(job: Job) -> dict[str, Any]:
         with (
             _poisoned(job.poison),
             _layout(job.layout),
-            loaded(Path(job.model), job.engine) as model,
+            loaded(job.model, job.engine) as model,
         ):
             result["load_s"] = round(time.perf_counter() - began, 2)
             check_way(model)

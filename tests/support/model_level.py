@@ -67,8 +67,11 @@ def _start() -> None:
 
 
 @contextmanager
-def loaded(path: Path, engine: dict[str, Any]) -> Iterator[nn.Module]:
-    """The model at `path`, loaded with engine arguments `engine`; freed when the block ends."""
+def loaded(path: Path | str, engine: dict[str, Any]) -> Iterator[nn.Module]:
+    """The model at `path` (or a hub id, or an address), loaded with engine arguments `engine`.
+
+    It is freed when the block ends.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model

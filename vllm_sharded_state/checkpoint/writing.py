@@ -223,10 +223,12 @@ _SHAPE_ROOM = 60
 
 def stale_parts(directory: Path, name: Callable[[str], str], keep: set[str]) -> list[Path]:
     """Files in `directory` that carry this rank's part name but are not among `keep`."""
+    names = [path.name for path in directory.iterdir()]
+    return [directory / found for found in strange_names(names, name, keep)]
+
+
+def strange_names(names: Iterable[str], name: Callable[[str], str], keep: set[str]) -> list[str]:
+    """Those of `names`, sorted, that are part names as `name` gives them but not among `keep`."""
     before, _, after = name("\0").partition("\0")
     pattern = re.compile(re.escape(before) + r"\d+" + re.escape(after))
-    return sorted(
-        path
-        for path in directory.iterdir()
-        if pattern.fullmatch(path.name) and path.name not in keep
-    )
+    return sorted(found for found in names if pattern.fullmatch(found) and found not in keep)

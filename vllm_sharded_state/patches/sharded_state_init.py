@@ -5,8 +5,8 @@ What: `vllm.model_executor.model_loader.sharded_state_loader.ShardedStateLoader.
 Why: upstream knows the key `pattern` only and raises on every other one.
 
 How: `load.take_options` takes our keys out and raises on unknown ones, listed sorted; upstream's
-    `__init__` runs on the rest. The options are kept in `self.vss_options`. Loaders of the format
-    `runai_streamer_sharded`, which share the class, are left to upstream.
+    `__init__` runs on the rest. The options are kept in `self.vss_options`. The formats
+    `sharded_state` and `runai_streamer_sharded` share the class, and the options.
 
 Since: vLLM 0.32 (seen in 0.32 and 0.33; the file is the same in both).
 
@@ -17,9 +17,6 @@ from typing import Any
 
 from vllm_sharded_state.patches.contract import Function, Patch
 from vllm_sharded_state.patches.inward import inward, stand_in
-
-#: The load format that shares upstream's class and stays as it is there.
-UPSTREAM_FORMAT = "runai_streamer_sharded"
 
 
 def make(original: Function) -> Function:
@@ -43,9 +40,6 @@ def make(original: Function) -> Function:
         Raises:
             ValueError: another key, or a value that means nothing.
         """
-        if load_config.load_format == UPSTREAM_FORMAT:
-            original(self, load_config)
-            return
         upstream_config, options = inward("load", "take_options")(load_config)
         original(self, upstream_config)
         self.vss_options = options

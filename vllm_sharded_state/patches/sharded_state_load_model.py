@@ -8,8 +8,7 @@ Why: the inherited order is build, load, `process_weights_after_loading`. A shar
     deleted, and then processed a second time.
 
 How: `load.load_model(loader, vllm_config, model_config, prefix, upstream)` decides, with the
-    inherited method, bound, as `upstream`. Loaders of the format `runai_streamer_sharded` are left
-    to upstream.
+    inherited method, bound, as `upstream`.
 
 Since: vLLM 0.32 (seen in 0.32 and 0.33; both files are the same in both).
 
@@ -24,7 +23,6 @@ import torch
 from vllm_sharded_state.patches.contract import Function, Patch
 from vllm_sharded_state.patches.inward import inward, stand_in
 from vllm_sharded_state.patches.probing import quiet
-from vllm_sharded_state.patches.sharded_state_init import UPSTREAM_FORMAT
 
 
 def make(original: Function) -> Function:
@@ -39,12 +37,8 @@ def make(original: Function) -> Function:
             ShardedStateError: the checkpoint is not this model's, not whole, or not for here.
         """
         upstream = MethodType(original, self)
-        model: torch.nn.Module
-        if self.load_config.load_format == UPSTREAM_FORMAT:
-            model = upstream(vllm_config, model_config, prefix)
-        else:
-            load = inward("load", "load_model")
-            model = load(self, vllm_config, model_config, prefix, upstream)
+        load = inward("load", "load_model")
+        model: torch.nn.Module = load(self, vllm_config, model_config, prefix, upstream)
         return model
 
     return load_model

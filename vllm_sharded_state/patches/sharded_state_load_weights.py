@@ -8,8 +8,7 @@ Why: upstream compares names only. A processed scale (`_k_scale`) does not satis
     place is a bare `KeyError`.
 
 How: `load.load_weights(loader, model, model_config, upstream)` does the work, with upstream's
-    method, bound, as `upstream`. Loaders of the format `runai_streamer_sharded` are left to
-    upstream.
+    method, bound, as `upstream`.
 
 Since: vLLM 0.32 (seen in 0.32 and 0.33; the file is the same in both).
 
@@ -26,7 +25,6 @@ import torch
 from vllm_sharded_state.patches.contract import Function, Patch
 from vllm_sharded_state.patches.inward import inward, stand_in
 from vllm_sharded_state.patches.probing import quiet, replaced
-from vllm_sharded_state.patches.sharded_state_init import UPSTREAM_FORMAT
 
 
 def make(original: Function) -> Function:
@@ -39,10 +37,7 @@ def make(original: Function) -> Function:
             ShardedStateError: the checkpoint is not this model's, not whole, or not for here.
         """
         upstream = MethodType(original, self)
-        if self.load_config.load_format == UPSTREAM_FORMAT:
-            upstream(model, model_config)
-        else:
-            inward("load", "load_weights")(self, model, model_config, upstream)
+        inward("load", "load_weights")(self, model, model_config, upstream)
 
     return load_weights
 
