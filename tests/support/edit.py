@@ -1,7 +1,7 @@
 """Change a saved directory from outside: with the safetensors library and json, nothing of ours.
 
 What is relied on: parts are `model-rank-0-part-*.safetensors`, and `sharded_state.json` has under
-`ranks[0]` the sizes of `files` and, by path, `tensors` with `file`, `key`, `shape`, `dtype` and
+`ranks[0]` `files` with `size` and `header` and, by path, `tensors` with `file`, `key`, `shape`, `dtype` and
 `checksum` (XXH3, 128 bits, as the manifest's own `checksum`, of its JSON without white space).
 """
 
@@ -73,7 +73,9 @@ def list_again(directory: Path, path: Path) -> None:
     """
     manifest = read_manifest(directory)
     rank = manifest["ranks"][0]
-    rank["files"][path.name] = path.stat().st_size
+    data = path.read_bytes()
+    header = data[: 8 + int.from_bytes(data[:8], "little")]
+    rank["files"][path.name] = {"size": len(data), "header": _hash(header)}
     tensors = load_file(path)
     for name, entry in list(rank["tensors"].items()):
         if entry["file"] != path.name:
