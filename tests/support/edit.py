@@ -1,8 +1,8 @@
 """Change a saved directory from outside: with the safetensors library and json, nothing of ours.
 
 What is relied on: parts are `model-rank-0-part-*.safetensors`, and `sharded_state.json` has under
-`ranks[0]` `files` with `size` and `header` and, by path, `tensors` with `file`, `key`, `shape`, `dtype` and
-`checksum` (XXH3, 128 bits, as the manifest's own `checksum`, of its JSON without white space).
+`ranks[0]` `files` with `size` and `header` and, by path, `tensors` with `file`, `key`, `shape`, `dtype`
+and `checksum` (XXH3, 128 bits, as the manifest's own `checksum`, of its JSON without white space).
 """
 
 import json
