@@ -11,7 +11,7 @@ import torch
 
 from tests.remote import hub as hubs
 from vllm_sharded_state import load, remote
-from vllm_sharded_state.checkpoint import manifest
+from vllm_sharded_state.checkpoint import manifest, staging
 from vllm_sharded_state.checkpoint.manifest import FileEntry, Manifest, RankEntry
 from vllm_sharded_state.checkpoint.writing import PartWriter
 from vllm_sharded_state.errors import FetchError, IncompleteError, ManifestError
@@ -47,7 +47,14 @@ def save(directory: Path, value: float, tied: bool = False, ranks: int = 2) -> P
         writer.close()
         writer.commit()
         entries.append(RankEntry(rank, files=dict(writer.files)))
-    manifest.write(directory, Manifest({}, {}, tied, entries))
+    found = Manifest(
+        written_by={},
+        save_id=staging.new_id(),
+        binding={"world": {"tensor_parallel_size": ranks, "pipeline_parallel_size": 1}},
+        tied_word_embeddings=tied,
+        ranks=entries,
+    )
+    manifest.write(directory, found)
     return directory
 
 
