@@ -1,0 +1,217 @@
+"""What is measured: each section makes its inputs, lets the contenders run, and returns records."""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import inputs, many_tensors, model_level
+from .contenders import READERS, WRITERS, Contender
+from .measure import ROOT, Worker, rounds, stock_environment
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where things lie, and how much is measured."""
+
+    cache: Path
+    rounds: int = 5
+    large: str = "llama"
+    counts: tuple[int, int] = (10_000, 50_000)
+    only: frozenset[str] = frozenset()
+
+    @property
+    def scratch(self) -> Path:
+        """A directory for what is written and removed again, in the file system of the inputs."""
+        path = self.cache / "scratch"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def wants(self, name: str) -> bool:
+        """Whether the contender `name` takes part."""
+        return not self.only or name in self.only
+
+
+def _contend(
+    setting: Setting, kind: str, contenders: dict[str, Contender], tasks: Iterable[Record]
+) -> list[Record]:
+    """Records of all contenders of one kind; those that can't run here say why."""
+    records: list[Record] = []
+    tasks = list(tasks)
+    with ExitStack() as stack:
+        workers = []
+        for name, contender in contenders.items():
+            missing = contender.missing()
+            if not setting.wants(name):
+                continue
+            if missing:
+                records += [{"name": name, "error": missing, **task} for task in tasks]
+                continue
+            environment = stock_environment() | dict(contender.environment)
+            worker = Worker(kind, name, setting.cache, environment)
+            stack.callback(worker.stop)
+            workers.append(worker)
+        records = rounds(workers, tasks, setting.rounds) + records
+    return [{"section": kind, "says": contenders[r["name"]].says, **r} for r in records]
+
+
+def read(setting: Setting) -> list[Record]:
+    """The large model, warm into memory of both states, and cold."""
+    given = inputs.ensure(setting.large, setting.cache)
+    tasks = [
+        {"input": str(given.directory), "bytes": given.bytes, "state": state, "cold": cold}
+        for state, cold in (("touched", False), ("fresh", False), ("fresh", True))
+    ]
+    return _contend(setting, "read", READERS, tasks)
+
+
+def write(setting: Setting) -> list[Record]:
+    """The large model, with fsync and without."""
+    given = inputs.ensure(setting.large, setting.cache)
+    tasks = [_to_write(setting, given, sync) for sync in (False, True)]
+    return _contend(setting, "write", WRITERS, tasks)
+
+
+def _to_write(setting: Setting, given: inputs.Input, sync: bool) -> Record:
+    return {
+        "input": str(given.directory),
+        "bytes": given.bytes,
+        "scratch": str(setting.scratch),
+        "sync": sync,
+    }
+
+
+def tensors(setting: Setting) -> list[Record]:
+    """Very many small tensors: reading and writing parts alone, no page to clear, no fsync."""
+    records = []
+    for count in setting.counts:
+        given = inputs.ensure(f"tiny-{count}", setting.cache)
+        to_read = {
+            "input": str(given.directory),
+            "bytes": given.bytes,
+            "tensors": len(given.tensors),
+            "state": "touched",
+            "cold": False,
+        }
+        to_write = {**_to_write(setting, given, False), "tensors": len(given.tensors)}
+        records += _contend(setting, "read", READERS, [to_read])
+        records += _contend(setting, "write", WRITERS, [to_write])
+    return [{**record, "section": f"tensors, {record['section']}"} for record in records]
+
+
+def many(setting: Setting) -> list[Record]:
+    """Very many small tensors in a vLLM model: whole saves and loads, and a profile of ours."""
+    records: list[Record] = []
+    for count in setting.counts:
+        model = many_tensors.write_config(setting.cache / f"many-{count}", count)
+        dummy = {"load_format": "dummy"}
+        names = [name for name in ("ours-full", "ours-off", "stock") if setting.wants(name)]
+        common = {"bytes": count * 256, "tensors": count}
+        with _Models(setting, "tensors", names) as models:
+            saved = models.save(model, [n for n in names if n != "ours-off"], dummy)
+            to_save = {"what": "save", "model": str(model), "engine": dummy, **common}
+            to_save["scratch"] = str(setting.scratch)
+            records += models.rounds([n for n in names if n != "ours-off"], to_save)
+            to_load = {
+                name: {
+                    "what": "load",
+                    "model": str(saved["stock" if name == "stock" else "ours-full"]),
+                    "cold": False,
+                    **common,
+                }
+                for name in names
+            }
+            records += models.rounds_of(to_load)
+            for task in (to_save, to_load["ours-full"]):
+                profile = models.workers["ours-full"].do(do="profile", **task)
+                records.append({"name": "ours-full", "section": "profile", **task, **profile})
+    return records
+
+
+def gemma(setting: Setting) -> list[Record]:
+    """Gemma 3 270M: whole loads, warm and cold, with and without oneDNN's packing of weights."""
+    source = _real_model("gemma")
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    records = []
+    for way in ("tensors", "packed"):
+        names = [name for name in model_level.ENGINES if setting.wants(name)]
+        if way == "packed":  # stock can't load there what it saved
+            names.remove("stock")
+        with _Models(setting, way, names) as models:
+            saved = models.save(source, [n for n in names if n in ("ours-full", "stock")], {})
+            for cold in (False, True):
+                tasks = {
+                    name: {
+                        "what": "load",
+                        "model": str(saved.get(name, saved["ours-full"]))
+                        if name != "default"
+                        else str(source),
+                        "cold": cold,
+                        "bytes": size,
+                        "way": way,
+                    }
+                    for name in names
+                }
+                records += models.rounds_of(tasks)
+    return [{**record, "section": "gemma"} for record in records]
+
+
+class _Models:
+    """Workers of kind `model`, one for each contender, while the block lasts."""
+
+    def __init__(self, setting: Setting, way: str, names: list[str]) -> None:
+        self._setting, self._way = setting, way
+        self._stack = ExitStack()
+        self.workers = {
+            name: Worker("model", name, setting.cache, model_level.environment(way, name))
+            for name in names
+        }
+        for worker in self.workers.values():
+            self._stack.callback(worker.stop)
+
+    def __enter__(self) -> "_Models":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def save(self, model: Path, names: list[str], engine: dict[str, Any]) -> dict[str, Path]:
+        """What each of `names` saves of `model`, by name."""
+        saved = {}
+        for name in names:
+            out = self._setting.cache / f"saved-{model.name}-{self._way}-{name}"
+            self.workers[name].do(
+                do="make", what="make", model=str(model), engine=engine, out=str(out)
+            )
+            saved[name] = out
+        return saved
+
+    def rounds(self, names: list[str], task: Record) -> list[Record]:
+        """Rounds in which every one of `names` does the same task."""
+        return self.rounds_of(dict.fromkeys(names, task))
+
+    def rounds_of(self, tasks: dict[str, Record]) -> list[Record]:
+        """Rounds in which every contender does its own task."""
+        found = rounds(
+            [self.workers[name] for name in tasks], [tasks], self._setting.rounds, each=True
+        )
+        return [{"section": "many", **record} for record in found]
+
+
+def _real_model(name: str) -> Path:
+    """The directory of a real model, built where it is missing (tools/models.py)."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "models.py"), name],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Path(done.stdout.strip())
+
+
+SECTIONS = {"read": read, "write": write, "tensors": tensors, "many": many, "gemma": gemma}
