@@ -27,7 +27,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="contenders that take part")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "bench")
-    parser.add_argument("--large", default="llama", help="the large input; llama-8 is 8 times narrower")
+    parser.add_argument(
+        "--large", default="llama", help="the large input; llama-8 is 8 times narrower"
+    )
     parser.add_argument("--counts", type=int, nargs=2, default=(10_000, 50_000))
     arguments = parser.parse_args()
     cache = arguments.cache.resolve()

@@ -71,10 +71,10 @@ def rounds(
     count: int,
     each: bool = False,
 ) -> list[dict[str, Any]]:
-    """Do each task with each worker (where `each`, a task holds one for every worker's name): once for its peak memory and correctness, `count` times timed.
+    """Do each task with each worker: once for its peak memory and correctness, `count` times timed.
 
-    The first run warms a worker up and is not timed. In each round another worker begins. Returns a
-    record for each worker and task: the task, `name`, and either `error` or `seconds` (the median),
+    Where `each` is true, a task is a dict that holds one for every worker, by name. The first run
+    warms a worker up and is not timed. In each round another worker begins. Returns a record for each worker and task: the task, `name`, and either `error` or `seconds` (the median),
     `all` (each round's) and the other figures of the median round, and `peak` in bytes.
     """
     workers = list(workers)

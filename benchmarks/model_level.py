@@ -1,4 +1,4 @@
-"""Whole loads and saves with vLLM's own `get_model` and `ShardedStateLoader.save_model`, without an engine.
+"""Whole loads and saves with vLLM's `get_model` and `ShardedStateLoader.save_model`, without an engine.
 
 What is timed of a load is `get_model` without what is upstream's and the same for all, which is given
 beside it: building the model (`build`), processing its weights (`process`), and the two collections

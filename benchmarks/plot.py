@@ -4,9 +4,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .report import groups
+from .report import LIMITS, groups
 
 OURS, LIMIT, OTHERS = "tab:blue", "lightgray", "tab:orange"
+
+
+def _color(name: str) -> str:
+    if name in LIMITS.values():
+        return LIMIT
+    return OURS if name.startswith("ours") else OTHERS
 
 
 def draw(records: Iterable[dict[str, Any]], path: Path) -> None:
@@ -31,10 +37,7 @@ def draw(records: Iterable[dict[str, Any]], path: Path) -> None:
             else record["bytes"] / record["seconds"] / 1e9
             for record in group
         ]
-        colors = [
-            OURS if r["name"].startswith("ours") else LIMIT if r["name"] in ("preadv", "plain") else OTHERS
-            for r in group
-        ]
+        colors = [_color(record["name"]) for record in group]
         bars = axis.barh([record["name"] for record in group], values, color=colors)
         axis.bar_label(bars, fmt="%.2f", padding=3)
         axis.invert_yaxis()

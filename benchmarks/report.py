@@ -78,7 +78,7 @@ def _table(group: list[Record]) -> Iterator[str]:
     for record in group:
         row = [record["name"]]
         if "error" in record:
-            rows.append([*row, record["error"]])
+            rows.append([*row, record["error"].splitlines()[0]])
             continue
         seconds = record["seconds"]
         row += [f"{seconds:.3f}", f"{min(record['all']):.3f}"]
@@ -88,7 +88,9 @@ def _table(group: list[Record]) -> Iterator[str]:
             row.append(f"{record['bytes'] / seconds / 1e9:.2f}")
         row += [f"{ratio(record, limit):.2f}"] if limit else []
         row += [f"{ratio(record, stock):.2f}"] if stock else []
-        moved = record["wchar"] if "sync" in record or record.get("what") == "save" else record["rchar"]
+        moved = (
+            record["wchar"] if "sync" in record or record.get("what") == "save" else record["rchar"]
+        )
         row += [
             f"{record['user'] + record['system']:.2f}",
             f"{record['peak'] / MIB:.0f}",
@@ -137,7 +139,9 @@ def _per_tensor(records: list[Record]) -> Iterator[tuple[str, float, str, bool]]
     kinds: dict[tuple[str, str, Any], list[Record]] = {}
     for record in records:
         if "tensors" in record and "seconds" in record and record["name"].startswith("ours"):
-            kinds.setdefault((record["name"], record["section"], record.get("what")), []).append(record)
+            kinds.setdefault((record["name"], record["section"], record.get("what")), []).append(
+                record
+            )
     for (name, section, what), group in kinds.items():
         few, most = min(group, key=_tensors), max(group, key=_tensors)
         label = " ".join(filter(None, (section, what, name)))

@@ -47,7 +47,9 @@ def _reading(name: str) -> Callable[[Task], Any]:
                 return process.cost(lambda: contender.read(given, into))
             most = process.peak(lambda: contender.read(given, into))
             wrong = [
-                key for key, tensor in into.items() if _checksum(tensor) != given.tensors[key].checksum
+                key
+                for key, tensor in into.items()
+                if _checksum(tensor) != given.tensors[key].checksum
             ]
             if wrong:
                 raise RuntimeError(f"{len(wrong)} tensors were not filled, {wrong[0]} among them")

@@ -48,7 +48,8 @@ READERS = {
     "ours-size": Contender("ours, verify size", "ours:Reader", {"verify": "size"}),
     "ours-off": Contender("ours, verify off", "ours:Reader", {"verify": "off"}),
     "stock": Contender("stock sharded state", "upstream:Sharded", {}, "vllm"),
-    # What vLLM sets in the workers of several ranks (v1/executor/multiproc_executor.py).
+    # vLLM gives a worker its share of the cores (`startup_omp_num_threads` in utils/torch_utils.py):
+    # one, where there are as many ranks as cores.
     "stock-1-thread": Contender(
         "stock sharded state, OMP_NUM_THREADS=1",
         "upstream:Sharded",

@@ -41,13 +41,13 @@ class Preadv:
                 os.close(file)
 
 
-def _calls(
-    given: Input, into: dict[str, torch.Tensor]
-) -> list[tuple[str, int, list[memoryview]]]:
+def _calls(given: Input, into: dict[str, torch.Tensor]) -> list[tuple[str, int, list[memoryview]]]:
     """File, offset and memory of each call: neighbours in a file together, large tensors in pieces."""
     calls: list[tuple[str, int, list[memoryview]]] = []
     file, end, room = "", -1, 0
-    for key, stored in sorted(given.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+    for key, stored in sorted(
+        given.tensors.items(), key=lambda item: (item[1].file, item[1].offset)
+    ):
         data = _bytes(into[key])
         for start in range(0, stored.size, PIECE):
             area = data[start : start + PIECE]

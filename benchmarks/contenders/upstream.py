@@ -27,7 +27,9 @@ def _stock_loader() -> Any:
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
     if ShardedStateLoader.load_weights.__module__ != ShardedStateLoader.__module__:
-        raise RuntimeError("ShardedStateLoader is patched in this process: VLLM_PLUGINS has to be ''")
+        raise RuntimeError(
+            "ShardedStateLoader is patched in this process: VLLM_PLUGINS has to be ''"
+        )
     with set_current_vllm_config(VllmConfig()):
         meeting = Path(tempfile.mkdtemp()) / "world"
         init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
