@@ -74,8 +74,10 @@ def rounds(
     """Do each task with each worker: once for its peak memory and correctness, `count` times timed.
 
     Where `each` is true, a task is a dict that holds one for every worker, by name. The first run
-    warms a worker up and is not timed. In each round another worker begins. Returns a record for each worker and task: the task, `name`, and either `error` or `seconds` (the median),
-    `all` (each round's) and the other figures of the median round, and `peak` in bytes.
+    warms a worker up and is not timed. In each round another worker begins.
+
+    Returns a record for each worker and task: the task, `name`, and either `error` or `seconds` (the
+    median), `all` (each round's), the other figures of the median round, and `peak` in bytes.
     """
     workers = list(workers)
     records = []
