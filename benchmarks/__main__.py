@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--large", default="llama", help="the large input; llama-8 is 8 times narrower"
     )
-    parser.add_argument("--counts", type=int, nargs=2, default=(10_000, 50_000))
+    parser.add_argument("--counts", type=int, nargs="+", default=(10_000, 50_000))
     arguments = parser.parse_args()
     cache = arguments.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)

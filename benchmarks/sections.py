@@ -23,7 +23,7 @@ class Setting:
     cache: Path
     rounds: int = 5
     large: str = "llama"
-    counts: tuple[int, int] = (10_000, 50_000)
+    counts: tuple[int, ...] = (10_000, 50_000)
     only: frozenset[str] = frozenset()
 
     @property
@@ -89,35 +89,37 @@ def _to_write(setting: Setting, given: inputs.Input, sync: bool) -> Record:
 
 def tensors(setting: Setting) -> list[Record]:
     """Very many small tensors: reading and writing parts alone, no page to clear, no fsync."""
-    records = []
-    for count in setting.counts:
-        given = inputs.ensure(f"tiny-{count}", setting.cache)
-        to_read = {
-            "input": str(given.directory),
-            "bytes": given.bytes,
-            "tensors": len(given.tensors),
+    given = [inputs.ensure(f"tiny-{count}", setting.cache) for count in setting.counts]
+    to_read = [
+        {
+            "input": str(one.directory),
+            "bytes": one.bytes,
+            "tensors": len(one.tensors),
             "state": "touched",
             "cold": False,
         }
-        to_write = {**_to_write(setting, given, False), "tensors": len(given.tensors)}
-        records += _contend(setting, "read", READERS, [to_read])
-        records += _contend(setting, "write", WRITERS, [to_write])
+        for one in given
+    ]
+    to_write = [{**_to_write(setting, one, False), "tensors": len(one.tensors)} for one in given]
+    records = _contend(setting, "read", READERS, to_read)
+    records += _contend(setting, "write", WRITERS, to_write)
     return [{**record, "section": f"tensors, {record['section']}"} for record in records]
 
 
 def many(setting: Setting) -> list[Record]:
     """Very many small tensors in a vLLM model: whole saves and loads, and a profile of ours."""
     records: list[Record] = []
-    for count in setting.counts:
-        model = many_tensors.write_config(setting.cache / f"many-{count}", count)
-        dummy = {"load_format": "dummy"}
-        names = [name for name in ("ours-full", "ours-off", "stock") if setting.wants(name)]
-        common = {"bytes": count * 256, "tensors": count}
-        with _Models(setting, "tensors", names) as models:
-            saved = models.save(model, [n for n in names if n != "ours-off"], dummy)
+    names = [name for name in ("ours-full", "ours-off", "stock") if setting.wants(name)]
+    savers = [name for name in names if name != "ours-off"]
+    with _Models(setting, "tensors", names) as models:
+        for count in setting.counts:
+            model = many_tensors.write_config(setting.cache / f"many-{count}", count)
+            dummy = {"load_format": "dummy"}
+            common = {"bytes": count * 256, "tensors": count}
+            saved = models.save(model, savers, dummy)
             to_save = {"what": "save", "model": str(model), "engine": dummy, **common}
             to_save["scratch"] = str(setting.scratch)
-            records += models.rounds([n for n in names if n != "ours-off"], to_save)
+            records += models.rounds(dict.fromkeys(savers, to_save))
             to_load = {
                 name: {
                     "what": "load",
@@ -127,11 +129,12 @@ def many(setting: Setting) -> list[Record]:
                 }
                 for name in names
             }
-            records += models.rounds_of(to_load)
-            for task in (to_save, to_load["ours-full"]):
-                profile = models.workers["ours-full"].do(do="profile", **task)
-                records.append({"name": "ours-full", "section": "profile", **task, **profile})
-    return records
+            records += models.rounds(to_load)
+            if "ours-full" in names and count == max(setting.counts):
+                for task in (to_save, to_load["ours-full"]):
+                    profile = models.workers["ours-full"].do(do="profile", **task)
+                    records.append({"name": "ours-full", **task, **profile})
+    return [{**record, "section": "many"} for record in records]
 
 
 def gemma(setting: Setting) -> list[Record]:
@@ -144,7 +147,7 @@ def gemma(setting: Setting) -> list[Record]:
     records = []
     for way in ("tensors", "packed"):
         names = [name for name in model_level.ENGINES if setting.wants(name)]
-        if way == "packed":  # stock can't load there what it saved
+        if way == "packed" and "stock" in names:  # it can't load there what it saved
             names.remove("stock")
         with _Models(setting, way, names) as models:
             saved = models.save(source, [n for n in names if n in ("ours-full", "stock")], {})
@@ -161,7 +164,7 @@ def gemma(setting: Setting) -> list[Record]:
                     }
                     for name in names
                 }
-                records += models.rounds_of(tasks)
+                records += models.rounds(tasks)
     return [{**record, "section": "gemma"} for record in records]
 
 
@@ -195,16 +198,10 @@ class _Models:
             saved[name] = out
         return saved
 
-    def rounds(self, names: list[str], task: Record) -> list[Record]:
-        """Rounds in which every one of `names` does the same task."""
-        return self.rounds_of(dict.fromkeys(names, task))
-
-    def rounds_of(self, tasks: dict[str, Record]) -> list[Record]:
+    def rounds(self, tasks: dict[str, Record]) -> list[Record]:
         """Rounds in which every contender does its own task."""
-        found = rounds(
-            [self.workers[name] for name in tasks], [tasks], self._setting.rounds, each=True
-        )
-        return [{"section": "many", **record} for record in found]
+        workers = [self.workers[name] for name in tasks]
+        return rounds(workers, [tasks], self._setting.rounds, each=True)
 
 
 def _real_model(name: str) -> Path:

@@ -241,16 +241,22 @@ class _Visitor:
                 yield from self._visit(f"{path}.{name}", item, _attribute(value, name), depth)
 
 
-@functools.lru_cache(maxsize=4096)  # a tensor's class has 800 members, and a model 50,000 tensors
-def _slots(cls: type) -> tuple[tuple[str, types.MemberDescriptorType], ...]:
+#: What `_slots` found. A tensor's class has 800 members, and a model may have 50,000 tensors.
+_SLOTS: "weakref.WeakKeyDictionary[type, tuple[tuple[str, Any], ...]]" = weakref.WeakKeyDictionary()
+
+
+def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
     """The slots that a class and those it inherits from declare, by name."""
-    return tuple(
-        (name, member)
-        for owner in cls.__mro__
-        if boundaries.is_own(owner)
-        for name, member in vars(owner).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+    found = _SLOTS.get(cls)
+    if found is None:
+        found = _SLOTS[cls] = tuple(
+            (name, member)
+            for owner in cls.__mro__
+            if boundaries.is_own(owner)
+            for name, member in vars(owner).items()
+            if isinstance(member, types.MemberDescriptorType)
+        )
+    return found
 
 
 #: Attributes of a parameter that say how to fill it (vllm/model_executor/parameter.py).
