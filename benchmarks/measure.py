@@ -76,6 +76,8 @@ def rounds(
     Where `each` is true, a task is a dict that holds one for every worker, by name. The first run
     warms a worker up and is not timed. In each round another worker begins.
 
+    A task's own `rounds` stands for `count`.
+
     Returns a record for each worker and task: the task, `name`, and either `error` or `seconds` (the
     median), `all` (each round's), the other figures of the median round, and `peak` in bytes.
     """
@@ -83,9 +85,10 @@ def rounds(
     records = []
     for task in tasks:
         own = {w.name: task[w.name] if each else task for w in workers}
+        wanted = min(one.get("rounds", count) for one in own.values())
         found: dict[str, dict[str, Any]] = {name: {"name": name, **own[name]} for name in own}
         costs: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
-        for number in range(count + 1):
+        for number in range(wanted + 1):
             turn = number % len(workers)
             for worker in workers[turn:] + workers[:turn]:
                 record = found[worker.name]

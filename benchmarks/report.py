@@ -114,8 +114,11 @@ def _lines(rows: list[list[str]]) -> Iterator[str]:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
-def goals(records: Iterable[Record]) -> Iterator[tuple[str, float, str, bool]]:
-    """What has to be reached: what, the figure, the bound, whether it is reached."""
+def goals(records: Iterable[Record]) -> Iterator[tuple[str, float, float, str, bool]]:
+    """What has to be reached: what, the figure, the same of the best rounds, the bound, whether it is.
+
+    The best rounds are those in which the machine did least else; the median of all decides.
+    """
     records = list(records)
     for name, group in groups(records).items():
         if group[0].get("cold"):
@@ -130,11 +133,12 @@ def goals(records: Iterable[Record]) -> Iterator[tuple[str, float, str, bool]]:
             mine, theirs = _named(group, contender), _named(group, other)
             if mine and theirs and "tensors" not in mine and "way" not in mine:
                 found = ratio(mine, theirs)
-                yield f"{goal} ({name})", found, f">= {bound}", found >= bound
+                best = min(theirs["all"]) / min(mine["all"])
+                yield f"{goal} ({name})", found, best, f">= {bound}", found >= bound
     yield from _per_tensor(records)
 
 
-def _per_tensor(records: list[Record]) -> Iterator[tuple[str, float, str, bool]]:
+def _per_tensor(records: list[Record]) -> Iterator[tuple[str, float, float, str, bool]]:
     """Microseconds a tensor at the larger number, and how they grew from the smaller one."""
     kinds: dict[tuple[str, str, Any], list[Record]] = {}
     for record in records:
@@ -142,13 +146,22 @@ def _per_tensor(records: list[Record]) -> Iterator[tuple[str, float, str, bool]]
             kinds.setdefault((record["name"], record["section"], record.get("what")), []).append(
                 record
             )
-    for (name, section, what), group in kinds.items():
+    for (name, section, task), group in kinds.items():
         few, most = min(group, key=_tensors), max(group, key=_tensors)
-        label = " ".join(filter(None, (section, what, name)))
-        each = most["seconds"] / most["tensors"] * 1e6
-        yield f"µs a tensor at {most['tensors']:,}: {label}", each, "< 30", each < 30
-        growth = each / (few["seconds"] / few["tensors"] * 1e6)
-        yield f"growth of that from {few['tensors']:,}: {label}", growth, "<= 1.25", growth <= 1.25
+        label = " ".join(filter(None, (section, task, name)))
+        each, best = _microseconds(most)
+        yield f"µs a tensor at {most['tensors']:,}: {label}", each, best, "< 30", each < 30
+        if few is most:
+            continue
+        growth, least = (a / b for a, b in zip((each, best), _microseconds(few), strict=True))
+        what = f"growth of that from {few['tensors']:,}: {label}"
+        yield what, growth, least, "<= 1.25", growth <= 1.25
+
+
+def _microseconds(record: Record) -> tuple[float, float]:
+    """Of a tensor: in the median round, and in the best one."""
+    each = 1e6 / record["tensors"]
+    return record["seconds"] * each, min(record["all"]) * each
 
 
 _tensors: Callable[[Record], int] = lambda record: record["tensors"]  # noqa: E731
@@ -156,10 +169,10 @@ _tensors: Callable[[Record], int] = lambda record: record["tensors"]  # noqa: E7
 
 def goal_lines(records: Iterable[Record]) -> Iterator[str]:
     """The goals as a table."""
-    rows = [["goal", "found", "asked", ""]]
+    rows = [["goal", "found", "best rounds", "asked", ""]]
     rows += [
-        [what, f"{found:.2f}", bound, "reached" if reached else "NOT reached"]
-        for what, found, bound, reached in goals(records)
+        [what, f"{found:.2f}", f"{best:.2f}", bound, "reached" if reached else "NOT reached"]
+        for what, found, best, bound, reached in goals(records)
     ]
     if len(rows) > 1:
         yield from ("", "## what has to be reached", "")
