@@ -2,7 +2,7 @@
 #   make demo               a real quantized model: generate, save, start from the saved state, compare
 #   make test               the tests (all but the full matrix and those for a GPU)
 #   make test-all           the full matrix as well
-#   make bench              reading and writing, side by side with others (5 GB in .cache/bench, minutes)
+#   make bench              reading and writing, side by side with others (6 GB in .cache/bench, minutes)
 #   make lint               ruff, mypy
 # ARGS is handed on: make test ARGS="-k kv_scales", make demo ARGS="--model gemma-w8a8-kv".
 PYTHON ?= python3.11

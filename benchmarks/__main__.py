@@ -1,6 +1,6 @@
 """Measure side by side: `python -m benchmarks [--section read …] [--rounds 5]`.
 
-Makes its inputs under `.cache/bench` (5 GB), prints tables, and writes `results.json` and
+Makes its inputs under `.cache/bench` (6 GB), prints tables, and writes `results.json` and
 `results.png` there. A section that is not asked for keeps its results of an earlier run.
 """
 
