@@ -1,5 +1,6 @@
 """What one piece of work cost this process: seconds, processor time, bytes read, memory."""
 
+import gc
 import resource
 import threading
 import time
@@ -29,6 +30,7 @@ def cost(work: Callable[[], Any]) -> dict[str, float]:
     Bytes that are read through a memory map are in `read_bytes` when they come from the disk, and
     nowhere when they are in the page cache.
     """
+    gc.collect()  # else what was made before is collected in this one's time, or is not, by chance
     moved, used = bytes_moved(), resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()
     work()
