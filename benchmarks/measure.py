@@ -81,9 +81,8 @@ def rounds(
     Returns a record for each worker and task: the task, `name`, and either `error` or `seconds` (the
     median), `all` (each round's), the other figures of the median round, and `peak` in bytes.
     """
-    workers = list(workers)
-    records = []
-    for task in tasks:
+    workers, records = list(workers), []
+    for task in tasks if workers else ():
         own = {w.name: task[w.name] if each else task for w in workers}
         wanted = min(one.get("rounds", count) for one in own.values())
         found: dict[str, dict[str, Any]] = {name: {"name": name, **own[name]} for name in own}

@@ -107,6 +107,10 @@ def test_a_contender_that_leaves_tensors_as_they_were_is_found_out(
     assert "seconds" not in record
 
 
+def test_nobody_to_measure_is_no_record() -> None:
+    assert rounds([], [{"input": "anything"}], 2) == []
+
+
 def test_the_page_cache_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(8 * MIB))
