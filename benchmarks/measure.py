@@ -104,6 +104,9 @@ def rounds(
             if "error" not in record:
                 record |= median(costs[name])
             records.append(record)
+            # So that a run that is cut short has told what it knew.
+            told = record["error"] if "error" in record else f"{record['seconds']:.3f} s"
+            print(f"{name}: {told}", file=sys.stderr, flush=True)
     return records
 
 
