@@ -154,7 +154,7 @@ _FAULTS: list[tuple[str, str, str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 #: (job, error, what it names)
 FAULTS = [
-    (case(f"fault {label}", kind, step, GOOD, kernels=kind != "mixtral"), error, named)
+    (case(f"fault {label}", kind, step, GOOD), error, named)
     for label, kind, error, named, step in _FAULTS
 ]
 

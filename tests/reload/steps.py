@@ -79,14 +79,14 @@ def _tensors(step: Step, model: Any) -> dict[str, Any]:
         found = {k: v for k, v in found.items() if re.search(step.only, k)}
     if step.drop:
         found = {k: v for k, v in found.items() if not re.search(step.drop, k)}
+    for name, shape in step.shape.items():
+        found[name] = torch.ones(shape, dtype=found[name].dtype)
     for name, dtype in step.dtype.items():
         found[name] = found[name].to(getattr(torch, dtype))
     for pattern, value in step.fill.items():
         for name in found:
             if re.search(pattern, name):
                 found[name] = torch.full_like(found[name], value)
-    for name, shape in step.shape.items():
-        found[name] = torch.ones(shape, dtype=found[name].dtype)
     return {step.rename.get(name, name): tensor for name, tensor in found.items()}
 
 

@@ -24,6 +24,13 @@ from .transaction import Report
 from .undo import UndoLog, require_room
 from .validate import refuse_bad_values
 
+
+def _may_hold(handle: object) -> bool:
+    """Whether native code may hold weights there, rather than a lock or a stream."""
+    known = type(handle).__name__ in boundaries.NATIVE_HANDLES
+    return known or boundaries.may_hold_weights(handle)
+
+
 _SCALES = {f"_{kind}_scale": kind for kind in KINDS}
 
 
@@ -44,8 +51,7 @@ class KernelFormat:
             for path, leaf in leaves.items():
                 if leaf.is_tensor and leaf.attribute is not None:
                     self._places[path] = (unit, leaf)
-                held = leaf.kind is Kind.OPAQUE and boundaries.may_hold_weights(leaf.value)
-                if held and unit.processed:
+                if leaf.kind is Kind.OPAQUE and unit.processed and _may_hold(leaf.value):
                     self._opaque[unit.name] = path
         if atomic == "model":
             require_room(sum(leaf.value.nbytes for _, leaf in self._places.values()))

@@ -153,7 +153,7 @@ class KvScales:
             if unit in self._fused:
                 kinds.add("v")  # upstream's method takes the one scale for both
             if self._are_random:
-                kinds = {kind for kind in KINDS if self._has(unit, kind)}
+                kinds = set(KINDS)  # the buffers were filled at random too
             if kinds:
                 self._place(unit, kinds, recording, undo)
                 buffers = (getattr(self._live[unit].root, f"_{kind}_scale") for kind in kinds)
