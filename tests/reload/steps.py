@@ -10,6 +10,7 @@ import vss_test_ways
 
 vss_test_ways.keep_out()  # Before anything imports vLLM.
 
+import atexit  # noqa: E402
 import dataclasses  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
@@ -231,7 +232,13 @@ def run_steps(
 
 def main() -> None:
     given, made = sys.argv[1:]
-    results = [run(Job(**job)) for job in json.loads(Path(given).read_text())]
+    results = []
+    for job in json.loads(Path(given).read_text()):
+        results.append(run(Job(**job)))
+        if len(results) == 1:
+            # Garbage is collected after every job: spare it the objects of all that was imported.
+            gc.freeze()
+            atexit.register(gc.unfreeze)
     Path(made).write_text(json.dumps(results))
 
 
