@@ -107,5 +107,9 @@ class ReloadBusyError(ReloadError):
     """Another reload of the same model is under way."""
 
 
+class ReloadPeerError(ReloadError):
+    """Another rank could not take the new weights, so this one does not either."""
+
+
 class ReloadBrokenError(ReloadError):
     """The old weights could not be put back; the engine has to be started anew."""

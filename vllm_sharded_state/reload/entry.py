@@ -12,8 +12,14 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 
 from vllm_sharded_state import envs
-from vllm_sharded_state.errors import ReloadBusyError, ReloadSourceError
+from vllm_sharded_state.errors import (
+    ReloadBusyError,
+    ReloadPeerError,
+    ReloadSourceError,
+    listed,
+)
 
+from . import peers
 from .kernel_format import KernelFormat
 from .transaction import Report, Transaction
 
@@ -45,14 +51,26 @@ def reload_weights(
     """
     claim(model, "reload_weights")
     try:
-        commit = None
-        if weights_iterator is None:
-            is_checkpoint_format = True
-            weights_iterator, commit = _from_path(vllm_config, model, weights_path)
-        kind: Any = Transaction if is_checkpoint_format else KernelFormat
-        transaction = kind(model, vllm_config, envs.reload_atomic())
-        transaction.feed(weights_iterator)
-        report: Report = transaction.finish()
+        transaction: Any = None
+        commit, error = None, None
+        try:
+            if weights_iterator is None:
+                is_checkpoint_format = True
+                weights_iterator, commit = _from_path(vllm_config, model, weights_path)
+            kind: Any = Transaction if is_checkpoint_format else KernelFormat
+            transaction = kind(model, vllm_config, envs.reload_atomic())
+            transaction.feed(weights_iterator)
+            transaction.complete()
+        except BaseException as raised:  # noqa: BLE001 - the other ranks have to know of any
+            error = raised
+        elsewhere = peers.failures(error)
+        if error is not None:
+            raise error
+        if elsewhere:
+            transaction.take_back(
+                ReloadPeerError(f"Other ranks could not take the new weights:\n{listed(elsewhere)}")
+            )
+        report: Report = transaction.commit()
         if commit is not None:
             commit()
     finally:

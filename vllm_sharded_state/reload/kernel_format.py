@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -66,13 +66,24 @@ class KernelFormat:
                 seen.add(name)
                 self._copy(name, tensor)
         except BaseException as error:
-            self._undo.roll_back()
-            if isinstance(error, ReloadError):
-                error.args = (f"{error}\n{self._said()}",)
+            self._fail(error)
             raise
 
-    def finish(self) -> Report:
-        """Make it last."""
+    def complete(self) -> None:
+        """Nothing is left to do: each tensor is whole by itself."""
+
+    def take_back(self, error: ReloadError) -> NoReturn:
+        """Undo everything for a reason of the caller's, and raise `error`."""
+        self._fail(error)
+        raise error
+
+    def _fail(self, error: BaseException) -> None:
+        self._undo.roll_back()
+        if isinstance(error, ReloadError):
+            error.args = (f"{error}\n{self._said()}",)
+
+    def commit(self) -> Report:
+        """Let go of the old weights."""
         self._undo.forget()
         changed = set(self._report.changed)
         every = {u.name for u, leaf in self._places.values() if leaf.kind is Kind.PARAMETER}

@@ -10,7 +10,7 @@ everything.
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -64,7 +64,9 @@ class Report:
 
 
 class Transaction:
-    """New weights for `model`: `feed` them, then `finish`. Either raises when they are not taken.
+    """New weights for `model`: `feed` them, `complete`, then `commit`, or `take_back`.
+
+    The first two raise when the weights can't be taken, and have undone everything then.
 
     atomic: `model` takes everything back after an error. `layer` keeps no copy of old weights; then
     units that were placed before the error are new, each of them whole, and the error lists them.
@@ -119,8 +121,8 @@ class Transaction:
             self._fail(error)
             raise
 
-    def finish(self) -> Report:
-        """See that everything that was touched is whole, and make it last. Raises `ReloadError`."""
+    def complete(self) -> None:
+        """See that everything that was touched is whole and in place. Raises `ReloadError`, undone."""
         try:
             self._refuse_unplaced()
             self._place_rest()
@@ -129,6 +131,14 @@ class Transaction:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def take_back(self, error: ReloadError) -> NoReturn:
+        """Undo everything for a reason of the caller's, and raise `error`."""
+        self._fail(error)
+        raise error
+
+    def commit(self) -> Report:
+        """Let go of the old weights."""
         self._scales.settle()
         self._scales.log_kept()
         report = self._report
