@@ -169,3 +169,12 @@ FROM_PATH_DUMMY = case(
     "from path dummy", "llama-tied", {"path": "new"}, engine={"load_format": "dummy"}
 )
 PACKED_COPY = case("packed copy", "llama", {"kernel_format": True, "only": "embed_tokens"})
+
+BY_LAYER = case("by layer", "llama", {"raise_at": 12, "atomic": "layer"}, GOOD, way=TENSORS)
+NO_ROOM = case(
+    "no room",
+    "llama",
+    {"available": 200_000},  # less than the model, more than a layer
+    {"available": 200_000, "atomic": "layer"},
+    way=TENSORS,
+)

@@ -11,9 +11,11 @@ import vss_test_ways
 vss_test_ways.keep_out()  # Before anything imports vLLM.
 
 import atexit  # noqa: E402
+import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
 import re  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
@@ -34,7 +36,8 @@ class Step:
     only, drop: regular expressions of names. dtype, fill, rename, shape: name (a regular expression for
     `fill`) to the new thing. add: another name, to a copy of an existing one. again: a name sent twice.
     raise_at: the iterator raises instead of giving tensor number so and so. kernel_format: tensors are
-    the running model's own, by its names, times `times`.
+    the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
+    host memory that are left, as the operating system would tell.
     """
 
     directory: str | None = None
@@ -48,6 +51,8 @@ class Step:
     add: dict[str, str] = dataclasses.field(default_factory=dict)
     again: str | None = None
     raise_at: int | None = None
+    atomic: str = "model"
+    available: int | None = None
     kernel_format: bool = False
     times: float = 1.0
     mutate: str | None = None
@@ -114,8 +119,25 @@ def _take(step: Step, model: Any, config: Any) -> None:
     weights = None if step.path or step.directory is None else _iterator(step, model)
     if step.kernel_format:
         weights = _iterator(step, model)
-    with set_current_vllm_config(config):  # As Worker.reload_weights does.
+    with set_current_vllm_config(config), _host(step):  # As Worker.reload_weights does.
         inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
+
+
+@contextlib.contextmanager
+def _host(step: Step) -> Iterator[None]:
+    """The environment of a step; and a stand-in for a host whose memory is nearly full."""
+    import psutil
+
+    os.environ["VSS_RELOAD_ATOMIC"] = step.atomic
+    original = psutil.virtual_memory
+    if step.available is not None:
+        left = original()._replace(available=step.available)
+        psutil.virtual_memory = lambda: left
+    try:
+        yield
+    finally:
+        psutil.virtual_memory = original
+        del os.environ["VSS_RELOAD_ATOMIC"]
 
 
 def _places(model: Any) -> dict[str, Any]:

@@ -61,3 +61,36 @@ def test_kernel_format_refuses_what_native_code_has_packed(reload_lab: Labs) -> 
     unharmed(step, result["before"])
     assert step["error"]["type"] == "ReloadInPlaceError"
     assert "model.embed_tokens" in step["error"]["message"]
+
+
+@pytest.mark.jobs(cases.BY_LAYER)
+def test_by_layer_each_is_whole_and_the_error_lists_the_new(reload_lab: Labs) -> None:
+    lab = reload_lab(cases.way_of(cases.BY_LAYER))
+    result = lab.ours[cases.BY_LAYER]
+    failed, good = result["steps"]
+    before, fresh = result["before"], lab.stock["fresh.llama"]["before"]
+    assert failed["error"]["type"] == "ReloadSourceError"
+    new = {x.strip() for x in failed["error"]["message"].splitlines() if x.startswith("  ")}
+    assert new
+    units = set()
+    for part in ("tensors", "kernels"):
+        for path, entry in failed["snapshot"][part].items():
+            unit = path.split(":")[0] if part == "kernels" else path.rpartition(".")[0]
+            wanted = fresh if unit in new else before
+            assert entry == wanted[part][path], path
+            if fresh[part][path] != before[part][path]:
+                units.add(unit)
+    assert new < units, "some layers are new, and some are not"
+    assert failed["moved"] == []
+    renewed(good, lab, "llama")
+
+
+@pytest.mark.jobs(cases.NO_ROOM)
+def test_a_host_without_room_for_the_old_weights(reload_lab: Labs) -> None:
+    lab = reload_lab(cases.way_of(cases.NO_ROOM))
+    result = lab.ours[cases.NO_ROOM]
+    failed, by_layer = result["steps"]
+    unharmed(failed, result["before"])
+    assert failed["error"]["type"] == "ReloadRoomError"
+    assert "VSS_RELOAD_ATOMIC=layer" in failed["error"]["message"]
+    renewed(by_layer, lab, "llama")

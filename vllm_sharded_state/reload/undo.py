@@ -37,7 +37,8 @@ class UndoLog:
         if tensor.nbytes > _room():
             raise ReloadRoomError(
                 f"The host has {_gib(_available())} of memory left, and the next layer's old weights "
-                f"need {_gib(tensor.nbytes)}. Set VSS_RELOAD_ATOMIC=layer to go without them."
+                f"need {_gib(tensor.nbytes)}. Free some; with VSS_RELOAD_ATOMIC=layer there has to be "
+                "room for one layer only."
             )
         old = torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor)
         self._places.add(place(tensor))
