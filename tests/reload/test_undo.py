@@ -36,6 +36,44 @@ def test_bytes_and_values_come_back_where_they_were() -> None:
     assert log.nbytes == 0
 
 
+def test_an_exchange_keeps_the_old_bytes_in_the_new_memory() -> None:
+    log = undo.UndoLog()
+    size = 3 * undo._PIECE // 4 + 5  # bf16: one piece and a half, and a little
+    old, new = torch.randn(size).bfloat16(), torch.randn(size).bfloat16()
+    live, wanted, address = old.clone(), new.clone(), new.data_ptr()
+    log.exchange(live, new)
+    assert torch.equal(live, wanted)
+    assert torch.equal(new, old)
+    assert new.data_ptr() == address
+    log.roll_back()
+    assert torch.equal(live, old)
+
+
+def test_an_exchange_that_is_interrupted_can_be_taken_back() -> None:
+    class Interrupted(torch.utils._python_dispatch.TorchDispatchMode):
+        """Raises at copy number `left`, counted from the first."""
+
+        def __init__(self, left: int) -> None:
+            super().__init__()
+            self.left = left
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is COPY:
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    size = undo._PIECE  # float32: four pieces, of three copies each
+    for number in range(1, 13):
+        log, old = undo.UndoLog(), torch.randn(size)
+        live, new = old.clone(), torch.randn(size)
+        with pytest.raises(KeyboardInterrupt), Interrupted(number):
+            log.exchange(live, new)
+        log.roll_back()
+        assert torch.equal(live, old), number
+
+
 def test_what_was_forgotten_does_not_come_back() -> None:
     log, tensor = undo.UndoLog(), torch.zeros(3)
     log.keep_tensor(tensor)

@@ -85,11 +85,26 @@ class Placing:
                             "engine anew from a checkpoint in which they differ."
                         )
                     continue
-                undo.keep_tensor(leaf.value)
-                leaf.value.data.copy_(tensor)
+                if self._may_exchange(leaf.value, tensor):
+                    undo.exchange(leaf.value, tensor)
+                else:
+                    undo.keep_tensor(leaf.value)
+                    leaf.value.data.copy_(tensor)
         for leaf, assign, value in self.assignments:
             undo.keep_value(assign, leaf.value)
             assign(value)
+
+    def _may_exchange(self, live: torch.Tensor, new: torch.Tensor) -> bool:
+        """Whether the memory of `new`, which lies beside the model, can take the old bytes.
+
+        Not where a native handle may read it, nor where several tensors share it.
+        """
+        if self.assignments or live.device.type != "cpu" or new.device.type != "cpu":
+            return False
+        storage = new.untyped_storage()
+        users = sum(t.untyped_storage()._cdata == storage._cdata for _, t in self.copies)
+        whole = storage.nbytes() == new.nbytes and users == 1
+        return whole and live.is_contiguous() and new.is_contiguous()
 
 
 def plan(

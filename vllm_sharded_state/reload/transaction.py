@@ -33,6 +33,7 @@ from vllm_sharded_state.state.process import process
 from vllm_sharded_state.state.recording import Recording
 from vllm_sharded_state.state.twin import Twin, materialize, source_parameters
 from vllm_sharded_state.state.units import Unit
+from vllm_sharded_state.state.walk import Leaf
 
 from .handles import Handles
 from .intake import Intake
@@ -251,13 +252,14 @@ class Transaction:
         """Build the unit `name` from what was sent, and put it in the place of the live one."""
         with _disable_current_modes():
             unused = _Modules(self._twin.units[name])
-            unit, loaded = self._build(name, wanted)
-            built = units.leaves(unit, self._twin.inside)
-            before = Before.of(built, loaded)
-            self._process(unit)
-            built = units.leaves(unit, self._twin.inside)
             live_unit = self._live[name]
             live = units.leaves(live_unit, self._inside)
+            unit, loaded = self._build(name, wanted, live)
+            built = units.leaves(unit, self._twin.inside)
+            before = Before.of(built, loaded)
+            if unit.processed:
+                self._process(unit)
+                built = units.leaves(unit, self._twin.inside)
             is_attention = is_deferred_attention_layer(live_unit.root)
             if is_attention:
                 scales = self._scales.paths(name)
@@ -288,10 +290,11 @@ class Transaction:
                 f"Processing what was sent for {unit.name} failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _build(self, name: str, wanted: dict[str, torch.Tensor]) -> tuple[Unit, frozenset[str]]:
+    def _build(
+        self, name: str, wanted: dict[str, torch.Tensor], live: dict[str, Leaf]
+    ) -> tuple[Unit, frozenset[str]]:
         """The twin's unit with memory, filled with what was sent; and the keys that were."""
         unit = self._twin.take(name)
-        live = units.leaves(self._live[name], self._inside)
         constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
         materialize(unit, units.leaves(unit, self._twin.inside), self._device, constants)
         loaded = []

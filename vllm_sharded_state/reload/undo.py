@@ -13,6 +13,8 @@ from vllm_sharded_state.state.compare import place
 
 #: Host memory that stays free when the log is planned or grows, as a share of what is available.
 _SPARE = 0.1
+#: Bytes that are exchanged at a time: they stay in the cache meanwhile.
+_PIECE = 1 << 18
 
 
 class UndoLog:
@@ -44,6 +46,36 @@ class UndoLog:
         self._places.add(place(tensor))
         self.nbytes += old.nbytes
         self._steps.append(lambda: tensor.data.copy_(old))
+
+    def exchange(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        """Give `tensor` the bytes of `new`, whose memory then keeps those of `tensor`.
+
+        Both lie on the host, without gaps, and nothing else uses the memory of `new`. As fast as copying
+        twice, and without fresh memory, which costs more than the copy.
+        """
+        live, old = (t.detach().view(-1).view(torch.uint8) for t in (tensor, new))
+        scratch = torch.empty(min(_PIECE, live.numel()), dtype=torch.uint8, device="cpu")
+        done = 0
+
+        def put_back() -> None:
+            live[:done].copy_(old[:done])
+
+        if place(tensor) in self._places:
+            tensor.data.copy_(new)
+            return
+        self._places.add(place(tensor))
+        self._steps.append(put_back)
+        self.nbytes += new.nbytes
+        while done < live.numel():
+            here, there = live[done : done + _PIECE], old[done : done + _PIECE]
+            kept = scratch[: here.numel()].copy_(here)
+            try:
+                here.copy_(there)
+                there.copy_(kept)
+            except BaseException:
+                here.copy_(kept)
+                raise
+            done += here.numel()
 
     def keep_value(self, assign: Callable[[Any], None], value: Any) -> None:
         """Keep `value`, which `assign` puts back."""
