@@ -1,5 +1,6 @@
 """A real engine takes new weights and scales, and then says what one started from them says."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ def test_an_engine_takes_new_weights_or_keeps_its_own(tmp_path: Path) -> None:
     Checkpoint(part.config, kept).write(tmp_path / "part")
     engine = dict(kind.engine)
     paths = [str(tmp_path / name) for name in ("part", "nowhere", "new")]
-    result = run_engine(Spec(str(old), engine, reload=paths), PACKED, WITH_OURS)
+    with ThreadPoolExecutor(2) as pool:  # two processes, side by side
+        ours = pool.submit(run_engine, Spec(str(old), engine, reload=paths), PACKED, WITH_OURS)
+        stock = pool.submit(run_engine, Spec(str(new), engine), PACKED, without_ours(PACKED))
+        result, fresh = ours.result(), stock.result()
     assert result["error"] is None, result["error"]["traceback"]
-    fresh = run_engine(Spec(str(new), engine), PACKED, without_ours(PACKED))
     assert fresh["error"] is None, fresh["error"]["traceback"]
 
     incomplete, missing, good = result["reloads"]
