@@ -3,6 +3,7 @@
 | variable | values | meaning |
 |---|---|---|
 | `VSS_LAYOUT` | `auto` (default), `runtime`, `source` | layout to save, unless the engine says |
+| `VSS_RELOAD_ATOMIC` | `model` (default), `layer` | what can be taken back after an error in a reload |
 | `VSS_DISABLE_PATCHES` | patch names joined by commas, or `all` | changes to vLLM to leave out |
 | `VSS_ALLOW_UNSUPPORTED_VLLM` | `0` (default), `1` | patch untested versions of vLLM too |
 
@@ -15,6 +16,7 @@ from collections.abc import Collection
 
 from vllm_sharded_state.errors import OptionError
 
+RELOAD_ATOMIC = ("model", "layer")
 LAYOUTS = ("auto", "runtime", "source")
 ALL_PATCHES = "all"
 
@@ -35,6 +37,15 @@ def layout() -> str:
         OptionError: the variable holds anything else.
     """
     return _choice("VSS_LAYOUT", LAYOUTS, "auto")
+
+
+def reload_atomic() -> str:
+    """Return `VSS_RELOAD_ATOMIC`: `model` or `layer`.
+
+    Raises:
+        OptionError: the variable holds anything else.
+    """
+    return _choice("VSS_RELOAD_ATOMIC", RELOAD_ATOMIC, "model")
 
 
 def allow_unsupported_vllm() -> bool:

@@ -82,3 +82,47 @@ class TensorMismatchError(ShardedStateError):
 
 class RestoreError(ShardedStateError):
     """A restored module is not what was saved: part of its state could not be put back."""
+
+
+class ReloadError(ShardedStateError):
+    """New weights were not taken into the running model; the subclasses tell why."""
+
+
+class ReloadSourceError(ReloadError):
+    """The new weights could not be read: their iterator failed, or their path leads nowhere."""
+
+
+class ReloadIncompleteError(ReloadError):
+    """A layer was sent in part; the rest of it can't be kept beside new weights."""
+
+
+class ReloadUnexpectedError(ReloadError):
+    """A tensor was sent that has no place in the model, or was sent twice."""
+
+
+class ReloadMismatchError(ReloadError):
+    """A tensor was sent in a shape or dtype that its place in the model can't take."""
+
+
+class ReloadScaleError(ReloadError):
+    """A scale was sent that is not finite, or not positive."""
+
+
+class ReloadInPlaceError(ReloadError):
+    """A layer's new state can't be put where the old one lies."""
+
+
+class ReloadRoomError(ReloadError):
+    """Host memory does not hold the copy of the old weights that a failed reload would need."""
+
+
+class ReloadBusyError(ReloadError):
+    """Another reload of the same model is under way."""
+
+
+class ReloadPeerError(ReloadError):
+    """Another rank could not take the new weights, so this one does not either."""
+
+
+class ReloadBrokenError(ReloadError):
+    """The old weights could not be put back; the engine has to be started anew."""

@@ -28,7 +28,10 @@ PROMPTS = [[1, 5, 17, 200, 33, 9, 121], [7, 3, 99, 14, 14, 60, 181, 245, 2, 77, 
 
 @dataclasses.dataclass
 class Spec:
-    """What one engine does, in this order: mutate, generate (or embed), snapshot, save, again."""
+    """What one engine does, in this order: mutate, generate (or embed), snapshot, save, again, reload.
+
+    `reload` lists checkpoints; after each the prefix cache is emptied and the same is generated again.
+    """
 
     model: str
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -41,6 +44,7 @@ class Spec:
     pattern: str | None = None
     max_size: int | None = None
     again: bool = False
+    reload: list[str] = dataclasses.field(default_factory=list)
 
 
 def _outputs(llm: Any, spec: Spec) -> Any:
@@ -62,6 +66,17 @@ def _outputs(llm: Any, spec: Spec) -> Any:
         }
         for done in llm.generate(prompts, greedy, use_tqdm=False)
     ]
+
+
+def _reload(llm: Any, path: str, spec: Spec) -> dict[str, Any]:
+    error = None
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    except Exception as caught:  # noqa: BLE001 - every failure is a result here
+        error = {"type": type(caught).__name__, "message": str(caught)}
+        del caught
+    llm.reset_prefix_cache()
+    return {"error": error, "outputs": _outputs(llm, spec)}
 
 
 def _snapshot(model: Any) -> dict[str, Any]:
@@ -101,6 +116,7 @@ def run(spec: Spec) -> dict[str, Any]:
             result["save_s"] = round(time.perf_counter() - began, 2)
         if spec.again:
             result["again"] = _outputs(llm, spec)
+        result["reloads"] = [_reload(llm, path, spec) for path in spec.reload]
     except Exception as error:  # noqa: BLE001 - every failure is a result here
         result["error"] = {
             "type": type(error).__name__,

@@ -14,6 +14,7 @@ The contract, in the order `Patch.apply` checks it:
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -72,6 +73,8 @@ class Patch:
         defined_in: `module:qualified name` of the function expected there, where that is not
             `module:symbol`: a name imported by value, or an inherited method.
         importers: further modules that hold the same function by value under the same name.
+        importers_if_loaded: such modules that are not imported for the patch's sake: one that is
+            imported later finds the replacement.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Patch:
     make: Callable[[Function], Function]
     defined_in: str = ""
     importers: tuple[str, ...] = ()
+    importers_if_loaded: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -98,7 +102,8 @@ class Patch:
             return Status.DISABLED
         if self.name in _places:
             return Status.APPLIED
-        owners = [self._find_owner(module) for module in (self.module, *self.importers)]
+        loaded = [module for module in self.importers_if_loaded if module in sys.modules]
+        owners = [self._find_owner(module) for module in (self.module, *self.importers, *loaded)]
         attribute = self.symbol.rpartition(".")[2]
         raws = [self._find(owner, attribute) for owner in owners]
         if all(_is_marked(_plain(raw), self.name) for raw in raws):

@@ -1,0 +1,180 @@
+"""Every job of the reload tests: which model, and what is sent to it, step by step.
+
+A name that begins with `stock ` runs without our plugin too, to show the fault.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.reload.lab import ReloadLab
+from tests.reload.steps import Job
+from tests.zoo.kinds import KINDS, PACKED, REFERENCE, TENSORS
+
+Make = Callable[[ReloadLab], Job]
+
+JOBS: dict[str, Make] = {}
+_WAYS: dict[str, str] = {}
+_KINDS: dict[str, str] = {}
+
+
+def way_of(job: str) -> str:
+    return _WAYS[job]
+
+
+def kind_of(job: str) -> str:
+    return _KINDS[job]
+
+
+def case(name: str, kind: str, *steps: dict[str, Any], way: str = PACKED, **more: Any) -> str:
+    """Register a job; steps that send nothing named send the new checkpoint of the kind."""
+
+    def make(lab: ReloadLab) -> Job:
+        def whole(step: dict[str, Any]) -> dict[str, Any]:
+            step = dict(step)
+            for key in ("directory", "path"):
+                if step.get(key) in ("old", "new", "exact"):
+                    found = getattr(lab, step[key])
+                    step[key] = str(found() if step[key] == "exact" else found(kind))
+            if not {"directory", "path", "kernel_format"} & step.keys():
+                step["directory"] = str(lab.new(kind))
+            return step
+
+        settings = dict(more)
+        if settings.get("model") == "exact":
+            settings["model"] = str(lab.exact())
+        return lab.job(name, kind, *map(whole, steps), **settings)
+
+    JOBS[name], _WAYS[name], _KINDS[name] = make, way, kind
+    return name
+
+
+#: Between them every way that weights are kept; the rest of the zoo is left to the full run.
+_DEFAULT = {
+    PACKED: {
+        "llama-tied",
+        "llama-hand-set",
+        "llama-kv-head",
+        "llama-fp8-kv-only",
+        "llama-w8a8-static",
+        "llama-w4a16",
+        "llama-lora",
+        "mixtral",
+        "deepseek-v2",
+    },
+    TENSORS: {"llama", "llama-kv", "gpt-oss", "bert"},
+    REFERENCE: set(),
+}
+
+#: (job, is in the default run) for each kind in each way: the new weights, then the old ones again.
+UPDATES = [
+    (
+        case(f"update {kind.name} {way}", kind.name, {}, {"directory": "old"}, way=way),
+        kind.name in _DEFAULT[way],
+    )
+    for kind in KINDS.values()
+    for way in kind.layouts
+]
+
+GOOD: dict[str, Any] = {}
+Q0 = r"layers\.0\.self_attn\.q_proj\.weight"
+V_SCALE, K_SCALE = r"\.v_scale$", r"\.k_scale$"
+
+# The faults of stock vLLM, by the number that issue 4 gives them.
+IDENTICAL = case("stock 1", "llama-fp8-kv-only", {"directory": "exact"}, model="exact")
+PER_HEAD = case("stock 2", "llama-kv-head", GOOD)
+INT8 = case("stock 3", "llama-w8a8", GOOD)
+PART = case("stock 4", "llama", {"only": Q0}, GOOD, way=TENSORS)
+PART_QUANTIZED = case("stock 4b", "llama-w4a16", {"drop": r"0\.self_attn\.v_proj\."}, GOOD)
+V_ONLY = case("stock 5", "llama-fp8-kv-only", {"only": V_SCALE}, GOOD)
+K_ONLY = case("stock 5b", "llama-kv", {"only": K_SCALE}, GOOD)
+HALFWAY = case("stock 6", "llama", {"raise_at": 9}, GOOD)
+HAND_SET = case("stock 7", "llama-hand-set", GOOD)
+UNQUANTIZED_SCALE = case(
+    "stock 7b",
+    "llama-hand-set",
+    {
+        "add": {"model.layers.1.self_attn.k_scale": "model.layers.0.input_layernorm.weight"},
+        "only": "k_scale",
+        "shape": {"model.layers.1.self_attn.k_scale": [1]},
+        "fill": {"k_scale": 0.375},
+    },
+)
+DUMMY = case(
+    "stock 8",
+    "llama-kv",
+    {"drop": "_scale|zero_point"},
+    GOOD,
+    engine={"kv_cache_dtype": "fp8", "load_format": "dummy"},
+)
+BUFFERS = case(
+    "stock 10",
+    "llama-kv",
+    {"kernel_format": True, "only": r"_scale$", "times": 2.0},
+    way=TENSORS,
+)
+
+#: Faults in what is sent: (kind, what the error has to name, error, step).
+_FAULTS: list[tuple[str, str, str, str, dict[str, Any]]] = [
+    ("unknown", "llama", "UnexpectedError", "model.nowhere.weight",
+     {"add": {"model.nowhere.weight": "model.norm.weight"}}),
+    ("twice", "llama", "UnexpectedError", "model.norm.weight", {"again": "model.norm.weight"}),
+    ("rows", "llama", "MismatchError", "layers.0.self_attn.k_proj.weight",
+     {"shape": {"model.layers.0.self_attn.k_proj.weight": [128, 128]}}),
+    ("fewer rows", "llama", "MismatchError", "layers.0.mlp.down_proj.weight",
+     {"shape": {"model.layers.0.mlp.down_proj.weight": [64, 192]}}),
+    ("one number", "llama", "MismatchError", "model.norm.weight",
+     {"shape": {"model.norm.weight": [1]}}),
+    ("dtype", "llama", "MismatchError", "layers.1.mlp.up_proj.weight",
+     {"dtype": {"model.layers.1.mlp.up_proj.weight": "int8"}}),
+    ("fp8", "llama", "MismatchError", "layers.1.mlp.up_proj.weight",
+     {"dtype": {"model.layers.1.mlp.up_proj.weight": "float8_e4m3fn"}}),
+    ("missing", "llama", "IncompleteError", "model.layers.1.mlp.gate_proj.weight",
+     {"drop": r"layers\.1\.mlp\.gate_proj"}),
+    ("missing bias", "llama-bias", "IncompleteError", "model.layers.0.self_attn.o_proj.bias",
+     {"drop": r"layers\.0\.self_attn\.o_proj\.bias"}),
+    ("missing scale", "llama-w8a8-kv", "IncompleteError", "layers.0.mlp.up_proj.weight_scale",
+     {"drop": r"layers\.0\.mlp\.up_proj\.weight_scale"}),
+    ("missing expert", "mixtral", "IncompleteError", "layers.0.block_sparse_moe.experts.2.w3.weight",
+     {"drop": r"layers\.0\.block_sparse_moe\.experts\.2\.w3"}),
+    ("nan", "llama-w8a8-kv", "ScaleError", "layers.1.self_attn.v_scale",
+     {"fill": {r"layers\.1\.self_attn\.v_scale": float("nan")}}),
+    ("inf", "llama-kv-head", "ScaleError", "layers.1.self_attn.k_scale",
+     {"fill": {r"layers\.1\.self_attn\.k_scale": float("inf")}}),
+    ("zero", "llama-kv-head", "ScaleError", "layers.0.self_attn.q_scale",
+     {"fill": {r"layers\.0\.self_attn\.q_scale": 0.0}}),
+    ("negative", "llama-w8a8-kv", "ScaleError", "layers.0.self_attn.k_scale",
+     {"fill": {r"layers\.0\.self_attn\.k_scale": -0.5}}),
+    ("weight scale", "llama-w8a8-kv", "ScaleError", "layers.0.mlp.up_proj.weight_scale",
+     {"fill": {r"layers\.0\.mlp\.up_proj\.weight_scale": float("nan")}}),
+    ("heads", "llama-kv-head", "MismatchError", "layers.0.self_attn.k_scale",
+     {"shape": {"model.layers.0.self_attn.k_scale": [4, 1, 1]}}),
+    ("one head", "llama-kv-head", "MismatchError", "layers.0.self_attn.v_scale",
+     {"shape": {"model.layers.0.self_attn.v_scale": [1]}}),
+    ("path", "llama", "SourceError", "/nowhere/at/all", {"path": "/nowhere/at/all"}),
+]  # fmt: skip
+#: (job, error, what it names)
+FAULTS = [
+    (case(f"fault {label}", kind, step, GOOD), error, named)
+    for label, kind, error, named, step in _FAULTS
+]
+
+#: Positions at which the iterator raises: before the first tensor, after the last, and between.
+POSITIONS = (0, 1, 5, 14, 20, 21)
+RAISES = case("raises", "llama-kv-head", *({"raise_at": number} for number in POSITIONS), GOOD)
+TEN = case("ten", "llama-kv", *({"directory": d} for d in ["new", "old"] * 5))
+SCALES_ALONE = case("scales alone", "llama-w8a8-kv", {"only": r"_scale$", "drop": "weight_scale"})
+ONE_LAYER = case("one layer", "llama", {"only": r"layers\.1\.mlp\.(gate|up)_proj"}, way=TENSORS)
+FROM_PATH = case("from path", "llama-w8a8-kv", {"path": "new"})
+FROM_PATH_DUMMY = case(
+    "from path dummy", "llama-tied", {"path": "new"}, engine={"load_format": "dummy"}
+)
+PACKED_COPY = case("packed copy", "llama", {"kernel_format": True, "only": "embed_tokens"})
+
+BY_LAYER = case("by layer", "llama", {"raise_at": 12, "atomic": "layer"}, GOOD, way=TENSORS)
+NO_ROOM = case(
+    "no room",
+    "llama",
+    {"available": 200_000},  # less than the model, more than a layer
+    {"available": 200_000, "atomic": "layer"},
+    way=TENSORS,
+)

@@ -1,0 +1,268 @@
+"""Reload models through vLLM's own function, many in one process, and look at them after each step.
+
+    python -m tests.reload.steps JOBS.json RESULTS.json
+
+As `tests.support.batch`: the way and the plugins are the process's environment. A job loads a model and
+takes its steps one after the other; each gives an error or none, and what the model holds then.
+"""
+
+import vss_test_ways
+
+vss_test_ways.keep_out()  # Before anything imports vLLM.
+
+import atexit  # noqa: E402
+import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import traceback  # noqa: E402
+from collections.abc import Iterable, Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from tests.support.batch import ROOT, check_way  # noqa: E402
+from tests.support.model_level import environment, loaded  # noqa: E402
+
+
+@dataclasses.dataclass
+class Step:
+    """Send the tensors of `directory` (a tensor iterator), or let `path` be read; after the edits.
+
+    only, drop: regular expressions of names. dtype, fill, rename, shape: name (a regular expression for
+    `fill`) to the new thing. add: another name, to a copy of an existing one. again: a name sent twice.
+    raise_at: the iterator raises instead of giving tensor number so and so. kernel_format: tensors are
+    the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
+    host memory that are left, as the operating system would tell.
+    """
+
+    directory: str | None = None
+    path: str | None = None
+    only: str | None = None
+    drop: str | None = None
+    dtype: dict[str, str] = dataclasses.field(default_factory=dict)
+    fill: dict[str, float] = dataclasses.field(default_factory=dict)
+    rename: dict[str, str] = dataclasses.field(default_factory=dict)
+    shape: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    add: dict[str, str] = dataclasses.field(default_factory=dict)
+    again: str | None = None
+    raise_at: int | None = None
+    atomic: str = "model"
+    available: int | None = None
+    kernel_format: bool = False
+    times: float = 1.0
+    mutate: str | None = None
+
+
+@dataclasses.dataclass
+class Job:
+    id: str
+    model: str
+    steps: list[dict[str, Any]]
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mutate: str | None = None
+    kernels: bool = True
+    register: str | None = None
+
+
+def _tensors(step: Step, model: Any) -> dict[str, Any]:
+    import torch
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    if step.kernel_format:
+        found = {k: v.detach().clone() * step.times for k, v in model.state_dict().items()}
+    else:
+        for file in sorted(Path(step.directory).glob("*.safetensors")):
+            found |= load_file(file)
+    for name, source in step.add.items():
+        found[name] = found[source].clone()
+    if step.only:
+        found = {k: v for k, v in found.items() if re.search(step.only, k)}
+    if step.drop:
+        found = {k: v for k, v in found.items() if not re.search(step.drop, k)}
+    for name, shape in step.shape.items():
+        found[name] = torch.ones(shape, dtype=found[name].dtype)
+    for name, dtype in step.dtype.items():
+        found[name] = found[name].to(getattr(torch, dtype))
+    for pattern, value in step.fill.items():
+        for name in found:
+            if re.search(pattern, name):
+                found[name] = torch.full_like(found[name], value)
+    return {step.rename.get(name, name): tensor for name, tensor in found.items()}
+
+
+def _iterator(step: Step, model: Any) -> Iterator[tuple[str, Any]]:
+    tensors = _tensors(step, model)
+    for number, item in enumerate(tensors.items()):
+        if number == step.raise_at:
+            raise OSError("the trainer went away")
+        yield item
+        if item[0] == step.again:
+            yield item
+    if step.raise_at == len(tensors):
+        raise OSError("the trainer went away")
+
+
+def _take(step: Step, model: Any, config: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import inplace
+
+    if step.mutate:
+        from tests.zoo.mutations import MUTATIONS
+
+        MUTATIONS[step.mutate](model)
+    weights = None if step.path or step.directory is None else _iterator(step, model)
+    if step.kernel_format:
+        weights = _iterator(step, model)
+    with set_current_vllm_config(config), _host(step):  # As Worker.reload_weights does.
+        inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
+
+
+@contextlib.contextmanager
+def _host(step: Step) -> Iterator[None]:
+    """The environment of a step; and a stand-in for a host whose memory is nearly full."""
+    import psutil
+
+    os.environ["VSS_RELOAD_ATOMIC"] = step.atomic
+    original = psutil.virtual_memory
+    if step.available is not None:
+        left = original()._replace(available=step.available)
+        psutil.virtual_memory = lambda: left
+    try:
+        yield
+    finally:
+        psutil.virtual_memory = original
+        del os.environ["VSS_RELOAD_ATOMIC"]
+
+
+def _places(model: Any) -> dict[str, Any]:
+    """Address, shape, stride and dtype of every tensor that a snapshot sees."""
+    from tests.support import snapshot
+
+    class Walk(snapshot._Walk):
+        def _tensor(self, path: str, tensor: Any) -> None:
+            if tensor.numel() and not tensor.is_meta:
+                form = [list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
+                self.tensors[path] = [tensor.data_ptr(), *form]
+            else:
+                self.tensors[path] = "meta" if tensor.is_meta else "empty"
+
+    walk = Walk()
+    walk.model(model)
+    return walk.tensors
+
+
+def run(job: Job) -> dict[str, Any]:
+    """`before`: the snapshot of the loaded model; `steps`: error, snapshot, and places that moved."""
+    from tests.support.snapshot import snapshot
+
+    result: dict[str, Any] = {"id": job.id, "error": None, "steps": []}
+    try:
+        if job.register:
+            __import__(job.register)
+        seen: list[Any] = []
+        with _watch_config(seen), loaded(Path(job.model), job.engine) as model:
+            check_way(model)
+            config = seen[0]
+            if job.mutate:
+                from tests.zoo.mutations import MUTATIONS
+
+                MUTATIONS[job.mutate](model)
+            result["before"] = snapshot(model, job.kernels)
+            for given in job.steps:
+                step, before = Step(**given), _places(model)
+                name = config.model_config.model
+                error = None
+                try:
+                    _take(step, model, config)
+                except Exception as caught:  # noqa: BLE001 - every failure is a result here
+                    error = {
+                        "type": type(caught).__name__,
+                        "message": str(caught),
+                        "traceback": traceback.format_exc(),
+                    }
+                    del caught
+                after = _places(model)
+                moved = sorted(
+                    k for k in before.keys() | after.keys() if before.get(k) != after.get(k)
+                )
+                meta = sorted(k for k, v in after.items() if v == "meta")
+                result["steps"].append(
+                    {
+                        "error": error,
+                        "moved": moved,
+                        "meta": meta,
+                        "renamed": config.model_config.model != name,
+                        "snapshot": None if meta else snapshot(model, job.kernels),
+                    }
+                )
+            del model
+    except Exception as error:  # noqa: BLE001 - every failure is a result here
+        result["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        del error
+    gc.collect()
+    return result
+
+
+class _watch_config:
+    """Notes the configuration of the model that is loaded inside the block."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = seen
+
+    def __enter__(self) -> None:
+        from vllm.model_executor.model_loader import base_loader
+
+        self._module, self._original = base_loader, base_loader.initialize_model
+
+        def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            self._seen.append(vllm_config)
+            return self._original(vllm_config, *args, **kwargs)
+
+        base_loader.initialize_model = initialize_model
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.initialize_model = self._original
+
+
+def run_steps(
+    jobs: Iterable[Job], way: str, plugins: str, timeout: float = 600, **env: str
+) -> dict[str, dict[str, Any]]:
+    """Run `jobs` in one new process and return the results by id."""
+    with tempfile.TemporaryDirectory() as scratch:
+        given, made = Path(scratch, "jobs.json"), Path(scratch, "results.json")
+        given.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.reload.steps", str(given), str(made)],
+            cwd=ROOT,
+            env=environment(way, plugins) | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if not made.exists():
+            raise RuntimeError(f"the process died ({process.returncode}):\n{process.stdout}")
+        return {result["id"]: result for result in json.loads(made.read_text())}
+
+
+def main() -> None:
+    given, made = sys.argv[1:]
+    results = []
+    for job in json.loads(Path(given).read_text()):
+        results.append(run(Job(**job)))
+        if len(results) == 1:
+            # Garbage is collected after every job: spare it the objects of all that was imported.
+            gc.freeze()
+            atexit.register(gc.unfreeze)
+    Path(made).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

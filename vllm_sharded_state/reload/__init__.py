@@ -1,0 +1,1 @@
+"""New weights into a running model: whole, or not at all."""

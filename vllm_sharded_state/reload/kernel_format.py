@@ -1,0 +1,150 @@
+"""New weights that are in the running model's own format already: copied in place, buffers too."""
+
+import time
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from vllm_sharded_state.errors import (
+    ReloadError,
+    ReloadInPlaceError,
+    ReloadMismatchError,
+    ReloadSourceError,
+    ReloadUnexpectedError,
+)
+from vllm_sharded_state.state import boundaries, units
+from vllm_sharded_state.state.compare import describe
+from vllm_sharded_state.state.kv_scales import KINDS, KINDS_WITH_HOST_TENSOR
+from vllm_sharded_state.state.units import Unit
+from vllm_sharded_state.state.walk import Kind, Leaf
+
+from .transaction import Report
+from .undo import UndoLog, require_room
+from .validate import refuse_bad_values
+
+
+def _may_hold(handle: object) -> bool:
+    """Whether native code may hold weights there, rather than a lock or a stream."""
+    known = type(handle).__name__ in boundaries.NATIVE_HANDLES
+    return known or boundaries.may_hold_weights(handle)
+
+
+_SCALES = {f"_{kind}_scale": kind for kind in KINDS}
+
+
+class KernelFormat:
+    """Tensors by the names that `state_dict()` shows, in the shape and dtype that they have there.
+
+    Every one is copied in place and can be taken back, as in `Transaction`; `atomic` means the same.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any, atomic: str = "model") -> None:
+        self._began = time.perf_counter()
+        self._atomic = atomic
+        self._undo = UndoLog()
+        self._report = Report()
+        self._places: dict[str, tuple[Unit, Leaf]] = {}
+        self._opaque: dict[str, str] = {}
+        for unit, leaves in units.all_leaves(model):
+            for path, leaf in leaves.items():
+                if leaf.is_tensor and leaf.attribute is not None:
+                    self._places[path] = (unit, leaf)
+                if leaf.kind is Kind.OPAQUE and unit.processed and _may_hold(leaf.value):
+                    self._opaque[unit.name] = path
+        if atomic == "model":
+            require_room(sum(leaf.value.nbytes for _, leaf in self._places.values()))
+
+    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put each tensor in its place. Raises `ReloadError`, undone."""
+        seen: set[str] = set()
+        try:
+            for name, tensor in self._read(weights):
+                if name in seen:
+                    raise ReloadUnexpectedError(f"{name} was sent twice.")
+                seen.add(name)
+                self._copy(name, tensor)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def complete(self) -> None:
+        """Nothing is left to do: each tensor is whole by itself."""
+
+    def take_back(self, error: ReloadError) -> NoReturn:
+        """Undo everything for a reason of the caller's, and raise `error`."""
+        self._fail(error)
+        raise error
+
+    def _fail(self, error: BaseException) -> None:
+        self._undo.roll_back()
+        if isinstance(error, ReloadError):
+            error.args = (f"{error}\n{self._said()}",)
+
+    def commit(self) -> Report:
+        """Let go of the old weights."""
+        self._undo.forget()
+        changed = set(self._report.changed)
+        every = {u.name for u, leaf in self._places.values() if leaf.kind is Kind.PARAMETER}
+        self._report.changed = sorted(changed)
+        self._report.untouched = sorted(every - changed)
+        self._report.seconds = time.perf_counter() - self._began
+        return self._report
+
+    def _said(self) -> str:
+        if self._atomic == "model":
+            return "The engine holds the weights it had before."
+        return f"{len(self._report.changed)} tensors that came before it are new."
+
+    def _read(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        iterator = iter(weights)
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise ReloadSourceError(
+                    f"Reading the new weights failed: {type(error).__name__}: {error}"
+                ) from error
+            yield item
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._places:
+            raise ReloadUnexpectedError(f"{name} is no tensor of the running model.")
+        unit, leaf = self._places[name]
+        if unit.name in self._opaque:
+            raise ReloadInPlaceError(
+                f"{name}: the kernel of {unit.name} reads a packed copy ({self._opaque[unit.name]}), "
+                "which can't be made from it. Send weights in the checkpoint's format."
+            )
+        place = leaf.value
+        if place.shape != tensor.shape or place.dtype != tensor.dtype:
+            raise ReloadMismatchError(
+                f"{name} is {describe(tensor)}, and {describe(place)} in the running model."
+            )
+        kind = _SCALES.get(leaf.attribute or "")
+        if kind is not None:
+            refuse_bad_values(tensor, name, zero=False)
+        with torch.no_grad():
+            self._undo.keep_tensor(place)
+            place.data.copy_(tensor)
+            if kind is not None:
+                self._follow(unit.modules[leaf.owner], kind, float(tensor.max()))
+        self._report.changed.append(unit.name)
+        self._report.nbytes += place.nbytes
+        if self._atomic == "layer":
+            self._undo.forget()
+
+    def _follow(self, layer: Any, kind: str, value: float) -> None:
+        """Let the host mirrors of a KV scale repeat it: of several heads' scales the greatest."""
+        name = f"_{kind}_scale_float"
+        self._undo.keep_value(lambda old: setattr(layer, name, old), getattr(layer, name))
+        setattr(layer, name, value)
+        if kind in KINDS_WITH_HOST_TENSOR:
+            host = getattr(layer, f"_{kind}_scale_cpu")
+            self._undo.keep_tensor(host)
+            host.fill_(value)

@@ -1,0 +1,368 @@
+"""A reload of a model as one transaction: each unit is built beside the live one, then put in its place.
+
+What is sent passes the model's own `load_weights` on a twin without memory. As soon as all of a unit is
+there, it is given memory, filled by its weight loaders, processed by upstream's own function, checked,
+and put where the live unit's tensors lie; what it overwrites goes to the undo log. So the live model is
+whole between any two units, and beside it there is one unit on the device at a time. An error undoes
+everything.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+from vllm_sharded_state.errors import (
+    ReloadError,
+    ReloadIncompleteError,
+    ReloadInPlaceError,
+    ReloadMismatchError,
+    ReloadUnexpectedError,
+    ShardedStateError,
+    listed,
+)
+from vllm_sharded_state.state import units
+from vllm_sharded_state.state.construction import Construction, recall
+from vllm_sharded_state.state.process import process
+from vllm_sharded_state.state.recording import Recording
+from vllm_sharded_state.state.twin import Twin, materialize, source_parameters
+from vllm_sharded_state.state.units import Unit
+from vllm_sharded_state.state.walk import Leaf
+
+from .handles import Handles
+from .intake import Intake
+from .kv import KvScales
+from .original import Original
+from .placing import Before, plan
+from .undo import UndoLog, require_room
+
+logger = init_logger("vllm.sharded_state.reload")
+
+#: Source tensors up to this many elements are kept until the end, for what is sent again late.
+_SMALL = 4096
+
+
+@dataclass
+class Report:
+    """What a reload did: `changed` and `untouched` name units, `nbytes` counts what was copied."""
+
+    changed: list[str] = field(default_factory=list)
+    untouched: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.changed)} units with {self.nbytes / 2**20:.1f} MiB are new, "
+            f"{len(self.untouched)} with weights were not sent and stay ({self.seconds:.2f} s)"
+        )
+
+
+class Transaction:
+    """New weights for `model`: `feed` them, `complete`, then `commit`, or `take_back`.
+
+    The first two raise when the weights can't be taken, and have undone everything then.
+
+    atomic: `model` takes everything back after an error. `layer` keeps no copy of old weights; then
+    units that were placed before the error are new, each of them whole, and the error lists them.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any, atomic: str = "model") -> None:
+        construction = recall(model) or Construction(vllm_config)
+        config = vllm_config
+        self._began = time.perf_counter()
+        self._atomic = atomic
+        self._device = torch.device(config.load_config.device or config.device_config.device)
+        self._initial = construction.initial
+        self._live: dict[str, Unit] = {unit.name: unit for unit in units.split(model)}
+        self._inside = units.inside(model)
+        self._twin = Twin(config, self._device)
+        if atomic == "model":
+            require_room(max(_nbytes(self._live), _nbytes(self._twin.units)))
+        self._scales = KvScales(self._twin, self._live, model, construction)
+        self._undo = UndoLog()
+        self._handles = Handles(config, self._device)
+        self._written: dict[tuple[object, ...], str] = {}
+        self._report = Report()
+        self._kept: dict[int, torch.Tensor] = {}
+        self._done: set[str] = set()
+        self._wanted: dict[str, dict[str, torch.Tensor]] = {}
+        keys: dict[int, str] = {}
+        self._units_of: dict[int, list[str]] = {}
+        for name, unit in self._twin.units.items():
+            self._wanted[name] = source_parameters(unit)
+            for key, tensor in self._wanted[name].items():
+                keys.setdefault(id(tensor), key)
+                self._units_of.setdefault(id(tensor), []).append(name)
+        parallel = config.parallel_config
+        whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
+        self._intake = Intake(keys, self._scales, whole)
+        self._recording = Recording(self._twin, self._watch)
+        self._intake.attach(self._recording)
+        self._original = Original(config, self._device)
+        self._touched: set[str] = set()
+        for key, tensor in (item for wanted in self._wanted.values() for item in wanted.items()):
+            if not self._recording.knows(tensor):
+                raise ReloadInPlaceError(
+                    f"{key} can't be built without memory in this model, so new weights can't be "
+                    "tried out beside the old ones. Start the engine anew."
+                )
+
+    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take `weights` in; call it as often as there are more. Raises `ReloadError`, undone."""
+        try:
+            self._load(self._intake.stream(weights, self._recording, self._place_complete))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def complete(self) -> None:
+        """See that everything that was touched is whole and in place. Raises `ReloadError`, undone."""
+        try:
+            self._refuse_unplaced()
+            self._place_rest()
+            self._scales.place_all(self._recording, self._undo, self._placed)
+            self._refuse_late()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def take_back(self, error: ReloadError) -> NoReturn:
+        """Undo everything for a reason of the caller's, and raise `error`."""
+        self._fail(error)
+        raise error
+
+    def commit(self) -> Report:
+        """Let go of the old weights."""
+        self._scales.settle()
+        self._scales.log_kept()
+        report = self._report
+        report.changed = sorted(self._done)
+        report.untouched = sorted(
+            name
+            for name in self._wanted
+            if name not in report.changed
+            and any(isinstance(tensor, nn.Parameter) for tensor in self._loadable(name).values())
+        )
+        report.seconds = time.perf_counter() - self._began
+        self._undo.forget()
+        return report
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        try:
+            self._recording.run(weights)
+        except ShardedStateError:
+            raise
+        except Exception as error:
+            # A model's own load_weights may refuse what it is given with any error.
+            name = self._intake.current
+            reason = (str(error).strip().splitlines() or [""])[0]
+            kind = ReloadMismatchError if self._intake.was_placed else ReloadUnexpectedError
+            what = "has a form the model can't take" if self._intake.was_placed else "has no place"
+            raise kind(f"{name} {what}: {type(error).__name__}: {reason[:300]}") from error
+
+    def _watch(self, parameter: torch.Tensor, loaded: list[torch.Tensor]) -> None:
+        self._intake.watch(parameter, loaded)
+        self._touched.update(self._units_of.get(id(parameter), ()))
+
+    def _fail(self, error: BaseException) -> None:
+        """Undo everything, and say in `error` what the engine holds now."""
+        new = sorted(self._done)
+        self._undo.roll_back()
+        if not isinstance(error, ReloadError):
+            return
+        if self._atomic == "model" or not new:
+            said = "The engine holds the weights it had before."
+        else:
+            said = f"These units hold new weights, all others their old ones:\n{listed(new)}"
+        error.args = (f"{error}\n{said}",)
+
+    def _loadable(self, name: str) -> dict[str, torch.Tensor]:
+        """The source tensors of a unit but for KV scales, by key."""
+        scales = self._scales.by_parameter
+        return {k: t for k, t in self._wanted[name].items() if id(t) not in scales}
+
+    def _place_complete(self) -> None:
+        """Place the units of which the last tensor has come."""
+        for name in sorted(self._touched - self._done):
+            root = self._twin.units[name].root
+            wanted = self._loadable(name)
+            has_buffers = any(not isinstance(t, nn.Parameter) for t in wanted.values())
+            if is_deferred_attention_layer(root) or has_buffers:
+                continue  # what may still come does not show
+            if self._is_complete(wanted):
+                self._place(name, wanted)
+        self._touched.clear()
+
+    def _is_complete(self, wanted: dict[str, torch.Tensor]) -> bool:
+        """Whether all of a unit has come, and no more of it is to be expected.
+
+        Of a fused layer some parameters are whole with the first projection, and are written again with
+        each of the others: then the unit waits for as many loads as its other parameters had.
+        """
+        most = max(self._recording.calls(tensor) for tensor in wanted.values())
+        for tensor in wanted.values():
+            coverage = self._recording.coverage[id(tensor)]
+            if not coverage.is_whole():
+                return False
+            if coverage.at_once and self._recording.calls(tensor) < most:
+                return False
+        return True
+
+    def _place_rest(self) -> None:
+        """Place the units that were touched and not placed: padded ones, and attention layers."""
+        missing: dict[str, list[str]] = {}
+        rest: list[str] = []
+        for name in self._wanted:
+            wanted = self._loadable(name)
+            if name in self._done or not any(self._recording.is_loaded(t) for t in wanted.values()):
+                continue
+            rest.append(name)
+            for key, tensor in wanted.items():
+                problem = self._missing(key, tensor)
+                if problem:
+                    missing[key] = problem
+        if missing:
+            lines = [f"{key}: {', '.join(problem)}" for key, problem in missing.items()]
+            raise ReloadIncompleteError(
+                f"Layers were sent in part, and new weights can't stand beside old ones in them. "
+                f"Missing:\n{listed(lines)}\nSend whole layers."
+            )
+        for name in sorted(rest, key=lambda n: is_deferred_attention_layer(self._live[n].root)):
+            self._place(name, self._loadable(name))
+
+    def _missing(self, key: str, tensor: torch.Tensor) -> list[str]:
+        """What of a source tensor should have been sent and was not: empty when nothing is missing."""
+        if not isinstance(tensor, nn.Parameter) and not self._recording.is_loaded(tensor):
+            return []  # a buffer that no checkpoint has to hold
+        if self._recording.coverage[id(tensor)].is_whole():
+            return []
+        _, untouched = self._recording.play_twice(tensor, self._device)
+        if not bool(untouched.any()):
+            return []
+        return self._original.missing(key, untouched, self._intake.sent)
+
+    def _place(self, name: str, wanted: dict[str, torch.Tensor]) -> None:
+        """Build the unit `name` from what was sent, and put it in the place of the live one."""
+        with _disable_current_modes():
+            unused = _Modules(self._twin.units[name])
+            live_unit = self._live[name]
+            live = units.leaves(live_unit, self._inside)
+            unit, loaded = self._build(name, wanted, live)
+            built = units.leaves(unit, self._twin.inside)
+            before = Before.of(built, loaded)
+            if unit.processed:
+                self._process(unit)
+                built = units.leaves(unit, self._twin.inside)
+            is_attention = is_deferred_attention_layer(live_unit.root)
+            if is_attention:
+                scales = self._scales.paths(name)
+                built = {path: leaf for path, leaf in built.items() if path not in scales}
+                live = {path: leaf for path, leaf in live.items() if path not in scales}
+            placing = plan(name, live, built, before, is_attention)
+            placing.apply(self._undo, self._written)
+            if placing.assignments:
+                self._handles.keep_alive(live_unit, built, placing, self._undo)
+            self._placed(name, placing.nbytes)
+            unused.restore()
+        for tensor in wanted.values():
+            if all(name in self._done for name in self._units_of[id(tensor)]):
+                self._recording.forget(tensor)
+
+    def _placed(self, name: str, nbytes: int) -> None:
+        self._done.add(name)
+        self._report.nbytes += nbytes
+        if self._atomic == "layer":
+            self._undo.forget()
+
+    def _process(self, unit: Unit) -> None:
+        try:
+            process(unit, self._twin.vllm_config, self._device)
+        except Exception as error:
+            # Any quantization method may refuse what was sent, in any way.
+            raise ReloadInPlaceError(
+                f"Processing what was sent for {unit.name} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _build(
+        self, name: str, wanted: dict[str, torch.Tensor], live: dict[str, Leaf]
+    ) -> tuple[Unit, frozenset[str]]:
+        """The twin's unit with memory, filled with what was sent; and the keys that were."""
+        unit = self._twin.take(name)
+        constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
+        materialize(unit, units.leaves(unit, self._twin.inside), self._device, constants)
+        loaded = []
+        for key, place in source_parameters(unit).items():
+            tensor = wanted.get(key)
+            if tensor is None or not self._recording.is_loaded(tensor):
+                if isinstance(place, nn.Parameter) or tensor is None:
+                    self._fill_unsent(key, place)
+                continue
+            loaded.append(key)
+            if not self._recording.coverage[id(tensor)].is_whole():
+                self._fill_unsent(key, place)
+            self._recording.play(tensor, self._recording.stand_in_place(place, tensor))
+            if place.numel() <= _SMALL:
+                self._kept[id(tensor)] = place.detach().clone()
+        return unit, frozenset(loaded)
+
+    def _fill_unsent(self, key: str, place: torch.Tensor) -> None:
+        """What no checkpoint fills holds what the constructor gave it, or zeros, as on a cold load."""
+        initial = self._initial.get(key)
+        if initial is not None and initial.shape == place.shape:
+            place.data.copy_(initial)
+        else:
+            place.data.zero_()
+
+    def _refuse_unplaced(self) -> None:
+        names = self._original.unexpected(self._intake.unplaced, self._twin.model)
+        if names:
+            raise ReloadUnexpectedError(
+                f"Tensors were sent that have no place in the model:\n{listed(names)}\n"
+                "Send what the model's checkpoint holds, under its names."
+            )
+
+    def _refuse_late(self) -> None:
+        """What came for a unit that was placed already must be what it was filled with."""
+        for name in sorted(self._done):
+            for key, tensor in self._loadable(name).items():
+                if not self._recording.is_loaded(tensor):
+                    continue
+                kept = self._kept.get(id(tensor))
+                again = None if kept is None else kept.clone()
+                if again is not None:
+                    self._recording.play(tensor, self._recording.stand_in(again, tensor))
+                if kept is None or again is None or not torch.equal(kept, again):
+                    raise ReloadUnexpectedError(
+                        f"{key} was sent again after all of it had come. Send each tensor once."
+                    )
+
+
+class _Modules:
+    """The modules of a twin's unit as they are before it is built, to load what comes late."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._kept = []
+        for module in unit.modules.values():
+            state = dict(module.__dict__)
+            for books in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                state[books] = type(state[books])(state[books])
+            self._kept.append((module, state))
+
+    def restore(self) -> None:
+        """Put them back, which lets go of what was built."""
+        for module, state in self._kept:
+            module.__dict__.clear()
+            module.__dict__.update(state)
+
+
+def _nbytes(parts: dict[str, Unit]) -> int:
+    """Bytes of all parameters and buffers of a model's units; tied ones once."""
+    tensors = {id(t): t for unit in parts.values() for t in source_parameters(unit).values()}
+    return sum(tensor.nbytes for tensor in tensors.values())
