@@ -32,7 +32,7 @@ def case(name: str, kind: str, *steps: dict[str, Any], way: str = PACKED, **more
         def whole(step: dict[str, Any]) -> dict[str, Any]:
             step = dict(step)
             for key in ("directory", "path"):
-                if step.get(key) in ("old", "new", "exact"):
+                if step.get(key) in ("old", "new", "exact", "truncated"):
                     found = getattr(lab, step[key])
                     step[key] = str(found() if step[key] == "exact" else found(kind))
             if not {"directory", "path", "kernel_format"} & step.keys():
@@ -151,6 +151,7 @@ _FAULTS: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("one head", "llama-kv-head", "MismatchError", "layers.0.self_attn.v_scale",
      {"shape": {"model.layers.0.self_attn.v_scale": [1]}}),
     ("path", "llama", "SourceError", "/nowhere/at/all", {"path": "/nowhere/at/all"}),
+    ("truncated", "llama", "SourceError", "Reading the new weights failed", {"path": "truncated"}),
 ]  # fmt: skip
 #: (job, error, what it names)
 FAULTS = [
@@ -177,4 +178,16 @@ NO_ROOM = case(
     {"available": 200_000},  # less than the model, more than a layer
     {"available": 200_000, "atomic": "layer"},
     way=TENSORS,
+)
+
+_RANDOM = {"load_format": "dummy"}
+#: Without a checkpoint of its own to compare with, a model is no less strict.
+COLLECTS = case("collects", "bert", GOOD, engine=_RANDOM | dict(KINDS["bert"].engine))
+RANDOM_FAULTS = case(
+    "random",
+    "llama",
+    {"add": {"model.nowhere.weight": "model.norm.weight"}},
+    {"drop": r"layers\.1\.self_attn\.k_proj"},
+    GOOD,
+    engine=_RANDOM,
 )

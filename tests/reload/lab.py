@@ -44,6 +44,15 @@ class ReloadLab:
     def exact(self) -> Path:
         return self._written("exact", exact_scales)
 
+    def truncated(self, kind: str) -> Path:
+        """The new checkpoint, of which one file ends in the middle."""
+        path = self.root / f"{kind}.truncated"
+        if not path.exists():
+            updated(KINDS[kind].build()).write(path)
+            last = sorted(path.glob("*.safetensors"))[-1]
+            last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+        return path
+
     def _written(self, name: str, build: Any) -> Path:
         path = self.root / name
         if not path.exists():

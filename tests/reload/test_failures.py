@@ -94,3 +94,24 @@ def test_a_host_without_room_for_the_old_weights(reload_lab: Labs) -> None:
     assert failed["error"]["type"] == "ReloadRoomError"
     assert "VSS_RELOAD_ATOMIC=layer" in failed["error"]["message"]
     renewed(by_layer, lab, "llama")
+
+
+@pytest.mark.jobs(cases.RANDOM_FAULTS)
+def test_an_engine_without_a_checkpoint_of_its_own_is_as_strict(reload_lab: Labs) -> None:
+    lab = reload_lab(cases.way_of(cases.RANDOM_FAULTS))
+    result = lab.ours[cases.RANDOM_FAULTS]
+    unknown, part, good = result["steps"]
+    for step, name in (
+        (unknown, "model.nowhere.weight"),
+        (part, "model.layers.1.self_attn.qkv_proj.weight: 8192 of 32768 elements"),
+    ):
+        unharmed(step, result["before"])
+        assert name in step["error"]["message"]
+    renewed(good, lab, "llama")
+
+
+@pytest.mark.jobs(cases.COLLECTS)
+def test_a_model_that_collects_tensors_before_it_loads_them(reload_lab: Labs) -> None:
+    lab = reload_lab(cases.way_of(cases.COLLECTS))
+    (step,) = lab.ours[cases.COLLECTS]["steps"]
+    renewed(step, lab, "bert")

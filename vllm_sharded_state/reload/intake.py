@@ -1,5 +1,6 @@
 """What is sent, checked as it comes: names, shapes, dtypes and scales, before anything is changed."""
 
+import bisect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,21 +20,21 @@ from .validate import may_become, refuse_bad_scale
 class Intake:
     """Passes tensors on to a model's `load_weights`, and knows what became of each.
 
-    current: the name that is being loaded. sent: all names so far. unplaced: names for which no weight
-    loader was called.
+    current: the name that is being loaded, None outside of a stream. sent: all names so far. collects:
+    whether the model loads tensors when all have come, rather than one by one.
     """
 
     def __init__(self, keys: dict[int, str], scales: KvScales, whole: bool) -> None:
         """`keys` names the twin's parameters by id; `whole`: this rank holds all of every tensor."""
         self.current: str | None = None
-        self.unplaced: list[str] = []
-        self.count = 0
+        self.collects = False
+        self._idle = _Idle()
         self._keys = keys
         self._scales = scales
         self._whole = whole
         self.sent: set[str] = set()
         self._written: dict[int, int] = {}
-        self._numel = 0
+        self._sending: torch.Tensor | None = None
 
     def stream(
         self,
@@ -57,7 +58,7 @@ class Intake:
             except Exception as error:
                 after = f"after {self.current}" if self.current else "before the first tensor"
                 raise ReloadSourceError(
-                    f"Reading the new weights failed {after} ({self.count} tensors): "
+                    f"Reading the new weights failed {after} ({len(self.sent)} tensors): "
                     f"{type(error).__name__}: {error}"
                 ) from error
             self.close(recording)
@@ -65,11 +66,16 @@ class Intake:
             if name in self.sent:
                 raise ReloadUnexpectedError(f"{name} was sent twice.")
             self.sent.add(name)
-            self.current, self._numel = name, tensor.numel()
-            self.count += 1
+            self.current, self._sending = name, tensor
             yield self._scales.rename(name), tensor
         self.close(recording)
+        self.current = None
         between()
+
+    @property
+    def unplaced(self) -> list[str]:
+        """The names of which no weight loader was given anything."""
+        return self._idle.names
 
     def watch(self, parameter: torch.Tensor, loaded: list[torch.Tensor]) -> None:
         """Check what a weight loader is about to load into `parameter`.
@@ -78,20 +84,23 @@ class Intake:
             ReloadMismatchError: a dtype that only a wrong checkpoint has there.
             ReloadScaleError: a scale that is not finite, or not positive.
         """
+        name = self._idle.take(loaded) or self.current
+        if self.current is None:
+            self.collects = True
         recording = self._recording
         self._written.setdefault(id(parameter), recording.coverage[id(parameter)].written)
         key = self._keys[id(parameter)]
         for tensor in loaded:
             if not may_become(tensor.dtype, parameter.dtype):
                 raise ReloadMismatchError(
-                    f"{self.current} is {_name(tensor.dtype)}, and {key} takes "
+                    f"{name or 'A tensor'} is {_name(tensor.dtype)}, and {key} takes "
                     f"{_name(parameter.dtype)}. Send it as the model's checkpoint has it."
                 )
         if id(parameter) in self._scales.by_parameter:
-            self._scales.accept(parameter, loaded, self.current or key)
+            self._scales.accept(parameter, loaded, name or key)
         elif "scale" in key.rpartition(".")[2]:
             for tensor in loaded:
-                refuse_bad_scale(tensor, self.current or key)
+                refuse_bad_scale(tensor, name or key)
 
     @property
     def was_placed(self) -> bool:
@@ -104,10 +113,10 @@ class Intake:
 
     def close(self, recording: Recording) -> None:
         """See what became of the tensor that was yielded last. Raises as `stream`."""
-        if self.current is None:
+        if self.current is None or self._sending is None:
             return
         if not self._written:
-            self.unplaced.append(self.current)
+            self._idle.add(self.current, self._sending)
         if recording.stretched:
             key = self._keys[id(recording.stretched[0])]
             raise ReloadMismatchError(f"{self.current} has too few elements to fill {key}.")
@@ -116,13 +125,52 @@ class Intake:
             for parameter, before in self._written.items()
         )
         reduced = any(parameter in self._scales.by_parameter for parameter in self._written)
-        if self._whole and not reduced and 0 < used < self._numel:
+        if self._whole and not reduced and 0 < used < self._sending.numel():
             keys = ", ".join(sorted(self._keys[parameter] for parameter in self._written))
             raise ReloadMismatchError(
-                f"{self.current} has {self._numel} elements, of which {keys} takes {used}. "
+                f"{self.current} has {self._sending.numel()} elements, of which {keys} takes {used}. "
                 "Send it in the shape of the model's checkpoint."
             )
-        self._written = {}
+        self._written, self._sending = {}, None
+
+
+class _Idle:
+    """Tensors that were passed on and not loaded at once: some models collect them first.
+
+    Held, so that a weight loader that is given one later, or a view of it, is known by its address.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._spans: list[tuple[int, int, str]] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Those that no weight loader was given yet, or not as they were sent."""
+        return list(self._tensors)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Note that `tensor` was passed on as `name`, and no weight loader called."""
+        self._tensors[name] = tensor
+        if tensor.numel():
+            start = tensor.data_ptr()
+            bisect.insort(self._spans, (start, start + tensor.nbytes, name))
+
+    def take(self, loaded: list[torch.Tensor]) -> str | None:
+        """The name under which what is `loaded` now was sent before, if it was."""
+        for tensor in loaded if self._spans else ():
+            if tensor.is_meta or not tensor.numel():
+                continue
+            place = bisect.bisect_right(self._spans, (tensor.data_ptr(), _END, "")) - 1
+            if place >= 0 and tensor.data_ptr() < self._spans[place][1]:
+                name = self._spans[place][2]
+                self._tensors.pop(name, None)
+                return name
+        return None
+
+
+#: Above every address.
+_END = 1 << 64
 
 
 def _name(dtype: Any) -> str:

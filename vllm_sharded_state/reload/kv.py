@@ -67,7 +67,6 @@ class KvScales:
         self._sent: dict[str, set[str]] = defaultdict(set)
         self._fused: set[str] = set()
         self._parameters: dict[tuple[str, str], Any] = {}
-        self._name = ""
         load_format = construction.vllm_config.load_config.load_format
         self._are_random = load_format == "dummy" and model not in _settled
         for name, unit in twin.units.items():
@@ -98,7 +97,6 @@ class KvScales:
         Where a model has a quantization config, its own `load_weights` renames scales; where it has
         none, upstream's function for that is called here.
         """
-        self._name = name
         if self._twin.vllm_config.quant_config is not None or "scale" not in name:
             return name
         return maybe_remap_kv_scale_name(name, self._names) or name
@@ -125,7 +123,7 @@ class KvScales:
         if kind in self._sent[unit]:
             raise ReloadUnexpectedError(f"{name}: {unit} was sent its {kind} scale already.")
         self._sent[unit].add(kind)
-        if self._name.endswith(".kv_scale"):
+        if name.endswith(".kv_scale"):
             self._fused.add(unit)
 
     def _wanted(self, unit: str, kind: str, parameter: torch.Tensor) -> int:

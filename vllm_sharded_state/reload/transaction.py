@@ -161,7 +161,7 @@ class Transaction:
             raise
         except Exception as error:
             # A model's own load_weights may refuse what it is given with any error.
-            name = self._intake.current
+            name = self._intake.current or "A tensor"
             reason = (str(error).strip().splitlines() or [""])[0]
             kind = ReloadMismatchError if self._intake.was_placed else ReloadUnexpectedError
             what = "has a form the model can't take" if self._intake.was_placed else "has no place"
@@ -322,6 +322,14 @@ class Transaction:
 
     def _refuse_unplaced(self) -> None:
         names = self._original.unexpected(self._intake.unplaced, self._twin.model)
+        if names and self._intake.collects:
+            # It may have made others of them, whose addresses say nothing.
+            logger.warning(
+                "This model collects tensors before it loads them; whether it took these can't be "
+                "told:\n%s",
+                listed(names),
+            )
+            return
         if names:
             raise ReloadUnexpectedError(
                 f"Tensors were sent that have no place in the model:\n{listed(names)}\n"
