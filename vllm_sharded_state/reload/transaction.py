@@ -29,23 +29,19 @@ from vllm_sharded_state.errors import (
 )
 from vllm_sharded_state.state import units
 from vllm_sharded_state.state.construction import Construction, recall
-from vllm_sharded_state.state.process import process
 from vllm_sharded_state.state.recording import Recording
-from vllm_sharded_state.state.twin import Twin, materialize, source_parameters
+from vllm_sharded_state.state.twin import Twin, source_parameters
 from vllm_sharded_state.state.units import Unit
-from vllm_sharded_state.state.walk import Leaf
 
+from .building import Builder
 from .handles import Handles
 from .intake import Intake
 from .kv import KvScales
 from .original import Original
-from .placing import Before, plan
+from .placing import plan
 from .undo import UndoLog, require_room
 
 logger = init_logger("vllm.sharded_state.reload")
-
-#: Source tensors up to this many elements are kept until the end, for what is sent again late.
-_SMALL = 4096
 
 
 @dataclass
@@ -79,7 +75,6 @@ class Transaction:
         self._began = time.perf_counter()
         self._atomic = atomic
         self._device = torch.device(config.load_config.device or config.device_config.device)
-        self._initial = construction.initial
         self._live: dict[str, Unit] = {unit.name: unit for unit in units.split(model)}
         self._inside = units.inside(model)
         self._twin = Twin(config, self._device)
@@ -90,7 +85,6 @@ class Transaction:
         self._handles = Handles(config, self._device)
         self._written: dict[tuple[object, ...], str] = {}
         self._report = Report()
-        self._kept: dict[int, torch.Tensor] = {}
         self._done: set[str] = set()
         self._wanted: dict[str, dict[str, torch.Tensor]] = {}
         keys: dict[int, str] = {}
@@ -105,6 +99,7 @@ class Transaction:
         self._intake = Intake(keys, self._scales, whole)
         self._recording = Recording(self._twin, self._watch)
         self._intake.attach(self._recording)
+        self._builder = Builder(self._recording, construction.initial, self._device)
         self._original = Original(config, self._device)
         self._touched: set[str] = set()
         for key, tensor in (item for wanted in self._wanted.values() for item in wanted.items()):
@@ -251,15 +246,9 @@ class Transaction:
     def _place(self, name: str, wanted: dict[str, torch.Tensor]) -> None:
         """Build the unit `name` from what was sent, and put it in the place of the live one."""
         with _disable_current_modes():
-            unused = _Modules(self._twin.units[name])
             live_unit = self._live[name]
             live = units.leaves(live_unit, self._inside)
-            unit, loaded = self._build(name, wanted, live)
-            built = units.leaves(unit, self._twin.inside)
-            before = Before.of(built, loaded)
-            if unit.processed:
-                self._process(unit)
-                built = units.leaves(unit, self._twin.inside)
+            built, before = self._builder.build(name, wanted, live)
             is_attention = is_deferred_attention_layer(live_unit.root)
             if is_attention:
                 scales = self._scales.paths(name)
@@ -270,7 +259,7 @@ class Transaction:
             if placing.assignments:
                 self._handles.keep_alive(live_unit, built, placing, self._undo)
             self._placed(name, placing.nbytes)
-            unused.restore()
+            self._builder.discard()
         for tensor in wanted.values():
             if all(name in self._done for name in self._units_of[id(tensor)]):
                 self._recording.forget(tensor)
@@ -280,45 +269,6 @@ class Transaction:
         self._report.nbytes += nbytes
         if self._atomic == "layer":
             self._undo.forget()
-
-    def _process(self, unit: Unit) -> None:
-        try:
-            process(unit, self._twin.vllm_config, self._device)
-        except Exception as error:
-            # Any quantization method may refuse what was sent, in any way.
-            raise ReloadInPlaceError(
-                f"Processing what was sent for {unit.name} failed: {type(error).__name__}: {error}"
-            ) from error
-
-    def _build(
-        self, name: str, wanted: dict[str, torch.Tensor], live: dict[str, Leaf]
-    ) -> tuple[Unit, frozenset[str]]:
-        """The twin's unit with memory, filled with what was sent; and the keys that were."""
-        unit = self._twin.take(name)
-        constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
-        materialize(unit, units.leaves(unit, self._twin.inside), self._device, constants)
-        loaded = []
-        for key, place in source_parameters(unit).items():
-            tensor = wanted.get(key)
-            if tensor is None or not self._recording.is_loaded(tensor):
-                if isinstance(place, nn.Parameter) or tensor is None:
-                    self._fill_unsent(key, place)
-                continue
-            loaded.append(key)
-            if not self._recording.coverage[id(tensor)].is_whole():
-                self._fill_unsent(key, place)
-            self._recording.play(tensor, self._recording.stand_in_place(place, tensor))
-            if place.numel() <= _SMALL:
-                self._kept[id(tensor)] = place.detach().clone()
-        return unit, frozenset(loaded)
-
-    def _fill_unsent(self, key: str, place: torch.Tensor) -> None:
-        """What no checkpoint fills holds what the constructor gave it, or zeros, as on a cold load."""
-        initial = self._initial.get(key)
-        if initial is not None and initial.shape == place.shape:
-            place.data.copy_(initial)
-        else:
-            place.data.zero_()
 
     def _refuse_unplaced(self) -> None:
         names = self._original.unexpected(self._intake.unplaced, self._twin.model)
@@ -342,32 +292,10 @@ class Transaction:
             for key, tensor in self._loadable(name).items():
                 if not self._recording.is_loaded(tensor):
                     continue
-                kept = self._kept.get(id(tensor))
-                again = None if kept is None else kept.clone()
-                if again is not None:
-                    self._recording.play(tensor, self._recording.stand_in(again, tensor))
-                if kept is None or again is None or not torch.equal(kept, again):
+                if not self._builder.is_the_same(tensor):
                     raise ReloadUnexpectedError(
                         f"{key} was sent again after all of it had come. Send each tensor once."
                     )
-
-
-class _Modules:
-    """The modules of a twin's unit as they are before it is built, to load what comes late."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._kept = []
-        for module in unit.modules.values():
-            state = dict(module.__dict__)
-            for books in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-                state[books] = type(state[books])(state[books])
-            self._kept.append((module, state))
-
-    def restore(self) -> None:
-        """Put them back, which lets go of what was built."""
-        for module, state in self._kept:
-            module.__dict__.clear()
-            module.__dict__.update(state)
 
 
 def _nbytes(parts: dict[str, Unit]) -> int:

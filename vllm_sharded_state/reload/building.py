@@ -1,0 +1,123 @@
+"""Build one unit beside the live one: memory, what was sent, and upstream's own processing."""
+
+import torch
+from torch import nn
+
+from vllm_sharded_state.errors import ReloadInPlaceError
+from vllm_sharded_state.state import units
+from vllm_sharded_state.state.process import process
+from vllm_sharded_state.state.recording import Recording
+from vllm_sharded_state.state.twin import materialize, source_parameters
+from vllm_sharded_state.state.units import Unit
+from vllm_sharded_state.state.walk import Leaf
+
+from .placing import Before
+
+#: Source tensors up to this many elements are kept until the end, for what is sent again late.
+_SMALL = 4096
+
+
+class Builder:
+    """Builds units of a recording's twin on `device`, one at a time.
+
+    `initial` holds the small tensors that the model's constructor computed, by path.
+    """
+
+    def __init__(
+        self, recording: Recording, initial: dict[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._recording = recording
+        self._initial = initial
+        self._device = device
+        self._kept: dict[int, torch.Tensor] = {}
+        self._unused: _Modules | None = None
+
+    def build(
+        self, name: str, wanted: dict[str, torch.Tensor], live: dict[str, Leaf]
+    ) -> tuple[dict[str, Leaf], Before]:
+        """What the unit `name` holds, filled and processed; and what it held in between.
+
+        `wanted` are its source tensors on the meta device, by key; `live` is what the live unit holds.
+        Raises `ReloadInPlaceError` when it can't be processed.
+        """
+        twin = self._recording.twin
+        self._unused = _Modules(twin.units[name])
+        unit, loaded = self._filled(name, wanted, live)
+        built = units.leaves(unit, twin.inside)
+        before = Before.of(built, loaded)
+        if unit.processed:
+            self._process(unit)
+            built = units.leaves(unit, twin.inside)
+        return built, before
+
+    def discard(self) -> None:
+        """Let go of the unit that was built; what comes late for it can still be loaded."""
+        if self._unused is not None:
+            self._unused.restore()
+            self._unused = None
+
+    def is_the_same(self, tensor: torch.Tensor) -> bool:
+        """Whether what came for a source tensor after its unit was built is what it was built with."""
+        kept = self._kept.get(id(tensor))
+        if kept is None:
+            return False
+        again = kept.clone()
+        self._recording.play(tensor, self._recording.stand_in(again, tensor))
+        return torch.equal(kept, again)
+
+    def _process(self, unit: Unit) -> None:
+        try:
+            process(unit, self._recording.twin.vllm_config, self._device)
+        except Exception as error:
+            # Any quantization method may refuse what was sent, in any way.
+            raise ReloadInPlaceError(
+                f"Processing what was sent for {unit.name} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _filled(
+        self, name: str, wanted: dict[str, torch.Tensor], live: dict[str, Leaf]
+    ) -> tuple[Unit, frozenset[str]]:
+        """The twin's unit with memory, filled with what was sent; and the keys that were."""
+        unit = self._recording.twin.take(name)
+        constants = {p: leaf.value for p, leaf in live.items() if leaf.is_tensor} | self._initial
+        materialize(unit, units.leaves(unit, self._recording.twin.inside), self._device, constants)
+        loaded = []
+        for key, place in source_parameters(unit).items():
+            tensor = wanted.get(key)
+            if tensor is None or not self._recording.is_loaded(tensor):
+                if isinstance(place, nn.Parameter) or tensor is None:
+                    self._fill_unsent(key, place)
+                continue
+            loaded.append(key)
+            if not self._recording.coverage[id(tensor)].is_whole():
+                self._fill_unsent(key, place)
+            self._recording.play(tensor, self._recording.stand_in_place(place, tensor))
+            if place.numel() <= _SMALL:
+                self._kept[id(tensor)] = place.detach().clone()
+        return unit, frozenset(loaded)
+
+    def _fill_unsent(self, key: str, place: torch.Tensor) -> None:
+        """What no checkpoint fills holds what the constructor gave it, or zeros, as on a cold load."""
+        initial = self._initial.get(key)
+        if initial is not None and initial.shape == place.shape:
+            place.data.copy_(initial)
+        else:
+            place.data.zero_()
+
+
+class _Modules:
+    """The modules of a twin's unit as they are before it is built, to load what comes late."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._kept = []
+        for module in unit.modules.values():
+            state = dict(module.__dict__)
+            for books in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                state[books] = type(state[books])(state[books])
+            self._kept.append((module, state))
+
+    def restore(self) -> None:
+        """Put them back, which lets go of what was built."""
+        for module, state in self._kept:
+            module.__dict__.clear()
+            module.__dict__.update(state)
