@@ -1,7 +1,6 @@
 """Each spoiled directory of the corpus is refused: by an error of ours that names file and cause."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -36,8 +35,12 @@ def loads(request: pytest.FixtureRequest, yard: Yard) -> dict[str, Result]:
 
 
 def _collected(request: pytest.FixtureRequest) -> list[str]:
-    given: list[Callable] = [item for item in request.session.items if hasattr(item, "callspec")]
-    return [item.callspec.params["case"] for item in given if "case" in item.callspec.params]
+    """The cases of this module's tests that were collected; others have parameters called `case` too."""
+    own = [
+        item for item in request.session.items if getattr(item, "module", None) is request.module
+    ]
+    given = [item.callspec.params for item in own if hasattr(item, "callspec")]
+    return [params["case"] for params in given if "case" in params]
 
 
 def test_the_corpus_is_large() -> None:
