@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-#: `vllm_sharded_state.checkpoint.checksum.CHUNK`: bytes brought to the host at a time.
+#: `vllm_sharded_state.filling.AHEAD`: bytes fetched ahead; a writer takes less.
 BUFFER = 64 * MIB
 
 

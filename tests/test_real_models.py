@@ -22,7 +22,6 @@ RUNS = [
     *((name, PACKED, "auto") for name in MODELS),
     *((name, TENSORS, "runtime") for name in MODELS if "w8a8" not in name),
 ]
-#: The tokenizer adds no <bos>.
 BOS = 2
 SENTENCES = [
     "The lighthouse keeper climbed the stairs and",

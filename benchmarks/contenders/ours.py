@@ -19,27 +19,13 @@ class Reader:
 
     def read(self, given: Input, into: dict[str, torch.Tensor]) -> None:
         """Open the files and fill every tensor."""
-        if not hasattr(reading, "Request"):  # until the reader that fills in bulk is merged
-            self._one_by_one(given, into)
-            return
         files = {name: manifest.FileEntry(*form) for name, form in given.files.items()}
         reader = reading.PartReader(given.directory, files, verify=self._verify)
         reader.fill(
             reading.Request(form.file, key, form.checksum, into[key])
             for key, form in given.tensors.items()
         )
-        if hasattr(reader, "close"):
-            reader.close()
-
-    def _one_by_one(self, given: Input, into: dict[str, torch.Tensor]) -> None:
-        sizes = {name: size for name, (size, _) in given.files.items()}
-        reader = reading.PartReader(given.directory, dict(sizes))
-        for key, tensor in into.items():
-            stored = given.tensors[key]
-            if self._verify == "full":
-                tensor.copy_(reader.verified(stored.file, key, stored.checksum))
-            else:
-                tensor.copy_(reader.get(stored.file, key))
+        reader.close()
 
 
 class Writer:
