@@ -30,8 +30,8 @@ from .lock import SaveLock
 SIDE_FILES = "side-files"
 JOURNAL = "journal"
 
-#: Larger than the manifest of millions of tensors.
-_MAX_JSON = 1 << 30
+#: Largest journal that is read: one of a million parts is smaller.
+_MAX_JOURNAL = 64 << 20
 
 _STAGED = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})\.tmp", re.DOTALL)
 
@@ -108,12 +108,17 @@ def place(directory: Path, save_id: str, files: Iterable[str], replaced: Iterabl
 
 
 def place_side_files(directory: Path, save_id: str) -> None:
-    """Move the staged side files to their places. Raises `OSError`."""
+    """Move the staged side files to their places. Raises `OSError`, `SaveError` for one out of here."""
     root = staged(directory, SIDE_FILES, save_id)
-    if not root.exists():
-        return
+    if root.is_symlink() or not root.is_dir():
+        return  # No save made that: what a link leads to is somebody else's.
     for folder, _, names in os.walk(root, topdown=False, onerror=_raise):
         target = directory / Path(folder).relative_to(root)
+        if not target.resolve().is_relative_to(directory.resolve()):
+            raise SaveError(
+                f"{target} leads out of {directory}, and files of the model belong there.\n"
+                "Remove that link, or save into another directory."
+            )
         if names:
             target.mkdir(parents=True, exist_ok=True)
             for name in sorted(names):
@@ -125,6 +130,8 @@ def place_side_files(directory: Path, save_id: str) -> None:
 def waiting_side_files(directory: Path, save_id: str) -> list[str]:
     """Side files of the published save that a kill kept from their places, by relative path."""
     root = staged(directory, SIDE_FILES, save_id)
+    if root.is_symlink():
+        return []
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
@@ -135,7 +142,7 @@ def waiting_removal(directory: Path, save_id: str) -> set[str]:
     """
     try:
         return _read_journal(staged(directory, JOURNAL, save_id))[1]
-    except (FileNotFoundError, SaveError):
+    except (OSError, SaveError):
         return set()
 
 
@@ -203,7 +210,7 @@ def published_id(directory: Path) -> str | None:
 
 def _manifest(directory: Path) -> dict[str, Any]:
     try:
-        data = _read_json(directory / manifest.FILE_NAME)
+        data = _read_json(directory / manifest.FILE_NAME, manifest.MAX_BYTES)
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
@@ -211,7 +218,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
 
 def _read_journal(path: Path) -> tuple[set[str], set[str]]:
     try:
-        data = _read_json(path)
+        data = _read_json(path, _MAX_JOURNAL)
         names = set(data["files"]), set(data["replaced"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SaveError(f"{path} is damaged ({error}). Save into another directory.") from error
@@ -224,12 +231,12 @@ def _read_journal(path: Path) -> tuple[set[str], set[str]]:
     return names
 
 
-def _read_json(path: Path) -> Any:
-    """Raises `ValueError` for what is no JSON, no file, or larger than any that a save writes."""
+def _read_json(path: Path, limit: int) -> Any:
+    """Raises `ValueError` for what is no JSON, no file, or larger than `limit` bytes."""
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON:
+    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
         raise ValueError("it is no file that a save wrote")
     return json.loads(path.read_bytes())
 
