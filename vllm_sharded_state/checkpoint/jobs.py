@@ -14,7 +14,7 @@ from .checksum import Hash, checksum
 from .device import Lane, Ring, slabs
 from .files import PartFile
 from .header import Place
-from .memory import advise_huge_pages, flat
+from .memory import flat
 from .pool import StoppedError, Worker
 
 #: Bytes that are read at a time and hashed right after.
@@ -86,7 +86,6 @@ class Large:
 
     def work(self, worker: Worker) -> None:
         """Take segments until none is left; compare the checksum."""
-        advise_huge_pages(self._item.tensor)
         digest = None if self._item.checksum is None else Hash()
         for index in range(self._count):
             with worker.pool.changed:
