@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_sharded_state.checkpoint import device, jobs, plan, pool
+from vllm_sharded_state.checkpoint import device, jobs, memory, plan, pool
 from vllm_sharded_state.checkpoint.checksum import checksum
 from vllm_sharded_state.checkpoint.reading import PartReader, Request
 from vllm_sharded_state.errors import IncompleteError
@@ -143,7 +143,7 @@ def test_after_a_failure_no_copy_is_left_under_way(
     ],
 )
 def test_slabs_are_small_and_follow_each_other(tensor: torch.Tensor, limit: int) -> None:
-    found = list(device.slabs(tensor, limit))
+    found = list(memory.slabs(tensor, limit))
     assert all(slab.nbytes <= limit for slab in found)
     assert [x for slab in found for x in slab.flatten().tolist()] == tensor.flatten().tolist()
 

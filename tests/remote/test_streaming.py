@@ -28,7 +28,8 @@ Place = Callable[[Path], str]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    packed = tensor.clone(memory_format=torch.contiguous_format)
+    return packed.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def entry(path: Path) -> FileEntry:
@@ -125,6 +126,22 @@ def test_strided_places_and_one_tensor_asked_for_twice(directory, place, entries
     reader.fill([Request(name, key, None, strided), Request(name, key, None, whole)])
     assert not strided.is_contiguous()
     assert raw(strided) == raw(whole) == raw(wanted)
+
+
+def test_one_element_with_a_stride(place, tmp_path):
+    """It counts as contiguous, whatever its stride."""
+    saved = torch.tensor([0.0123])
+    directory = tmp_path / "one"
+    directory.mkdir()
+    save_file({"one": saved}, directory / "one.safetensors")
+    around = torch.zeros(2, 2)
+    one = around[:1, 1]
+    assert one.is_contiguous()
+    assert one.stride() != (1,)
+    reader = StreamReader(place(directory), {"one.safetensors": None})
+    reader.fill([Request("one.safetensors", "one", None, one)])
+    assert raw(one) == raw(saved)
+    assert around.count_nonzero() == 1
 
 
 def test_only_what_was_asked_for_is_fetched(directory, bucket):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from xxhash import xxh3_128
 
-from .memory import flat
+from .memory import flat, slabs
 
 #: The hash, used as those of `hashlib` are.
 Hash = xxh3_128
@@ -37,20 +37,7 @@ def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview(flat(tensor))
         return
     room = torch.empty(min(CHUNK, tensor.numel() * tensor.element_size()), dtype=torch.uint8)
-    for piece in _pieces(tensor):
+    for piece in slabs(tensor, CHUNK):
         size = piece.numel() * piece.element_size()
         room[:size].view(tensor.dtype).view(piece.shape).copy_(piece)
         yield memoryview(flat(room[:size]))
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most `CHUNK` bytes that follow each other in row-major order."""
-    if tensor.numel() * tensor.element_size() <= CHUNK:
-        yield tensor
-        return
-    row = tensor[0].numel() * tensor.element_size()
-    if row > CHUNK:
-        for part in tensor:
-            yield from _pieces(part)
-        return
-    yield from tensor.split(CHUNK // row)

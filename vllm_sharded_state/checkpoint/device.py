@@ -16,22 +16,6 @@ BUFFER = 8 << 20
 _DEPTH = 3
 
 
-def slabs(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Views of `tensor` of at most `limit` bytes, which follow each other in row-major order.
-
-    `limit` is at least the size of one element.
-    """
-    if tensor.is_contiguous():
-        yield from tensor.view(-1).split(limit // tensor.element_size())
-    elif tensor.nbytes <= limit:
-        yield tensor
-    elif (row := tensor.nbytes // tensor.shape[0]) <= limit:
-        yield from tensor.split(limit // row)
-    else:
-        for part in tensor:
-            yield from slabs(part, limit)
-
-
 class Transport(Protocol):
     """How bytes leave a buffer."""
 

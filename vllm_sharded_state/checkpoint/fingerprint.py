@@ -7,11 +7,10 @@ from pathlib import Path
 
 from .checksum import Hash, checksum
 from .entries import SourceFile
+from .header import MAX_HEADER, PREFIX
 
 #: Bytes that are read and hashed at a time: they stay in a core's cache in between.
 _STEP = 1 << 20
-#: Largest safetensors header, as the library has it.
-_HEADER = 100_000_000
 #: Threads at most; each has one file at a time, and the GIL is released while it reads and hashes.
 _THREADS = 8
 
@@ -34,9 +33,10 @@ def outline(path: Path) -> tuple[int, str | None]:
     """
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        first = file.read(8)
+        first = file.read(PREFIX)
         length = int.from_bytes(first, "little")
-        if path.suffix != ".safetensors" or len(first) < 8 or length > min(size - 8, _HEADER):
+        whole = len(first) == PREFIX and length <= min(size - PREFIX, MAX_HEADER)
+        if path.suffix != ".safetensors" or not whole:
             return size, None
         rest = b""
         while len(rest) < length and (more := file.read(length - len(rest))):

@@ -16,7 +16,8 @@ from .dtypes import NAMES
 
 #: Bytes of header length at the start of a file.
 PREFIX = 8
-#: The most that a header may take: the safetensors library's own limit.
+#: The most that a header may take: the safetensors library's own limit (safetensors/src/tensor.rs,
+#: `MAX_HEADER_SIZE`).
 MAX_HEADER = 100_000_000
 #: Dimensions that a tensor of torch can have.
 _MAX_DIMENSIONS = 64

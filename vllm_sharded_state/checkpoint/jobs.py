@@ -11,10 +11,10 @@ import msgspec
 import torch
 
 from .checksum import Hash, checksum
-from .device import Lane, Ring, slabs
+from .device import Lane, Ring
 from .files import PartFile
 from .header import Place
-from .memory import flat
+from .memory import flat, slabs
 from .pool import StoppedError, Worker
 
 #: Bytes that are read at a time and hashed right after.

@@ -1,5 +1,6 @@
-"""The host memory that tensors lie in, as the kernel sees it."""
+"""The memory that tensors lie in: their bytes, and pieces of them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,3 +15,19 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def flat(tensor: torch.Tensor) -> Any:
     """The bytes of a contiguous host tensor as a writable array of uint8, without a copy."""
     return raw(tensor).numpy()
+
+
+def slabs(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Views of `tensor` of at most `limit` bytes, which follow each other in row-major order.
+
+    `limit` is at least the size of one element.
+    """
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(limit // tensor.element_size())
+    elif tensor.nbytes <= limit:
+        yield tensor
+    elif (row := tensor.nbytes // tensor.shape[0]) <= limit:
+        yield from tensor.split(limit // row)
+    else:
+        for part in tensor:
+            yield from slabs(part, limit)

@@ -19,6 +19,7 @@ from .checksum import checksum as checksum_of
 from .dtypes import torch_dtype
 from .header import Place
 from .manifest import FileEntry
+from .memory import raw
 from .reading import VERIFY, PartReader, Request
 
 #: Stands for the size of a file that nothing tells.
@@ -217,10 +218,6 @@ def _told_size(text: bytes) -> int:
         return _UNKNOWN
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def _digest(data: torch.Tensor) -> str:
     return checksum_of(memoryview(data.numpy()))
 
@@ -231,7 +228,7 @@ def _copy(data: torch.Tensor, tensor: torch.Tensor) -> None:
     if tensor.numel() == 0:
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        _bytes(tensor).copy_(data)
+        raw(tensor).copy_(data)
         return
     if data.data_ptr() % tensor.element_size():
         data = data.clone()  # a view needs aligned elements

@@ -25,6 +25,7 @@ from . import staging
 from .checksum import Hash, checksum, host_bytes
 from .dtypes import dtype_name
 from .entries import FileEntry
+from .header import MAX_HEADER
 
 #: Bytes that are hashed and written at a time: few enough to stay in the processor's cache.
 STEP = 4 << 20
@@ -37,9 +38,6 @@ _ENTRY_ROOM = 100
 
 #: Bytes of header around the tensors' entries.
 _FRAME = 64
-
-#: The safetensors library refuses longer headers (safetensors/src/tensor.rs, `MAX_HEADER_SIZE`).
-_MAX_HEADER = 100_000_000
 
 
 class PartWriter:
@@ -64,7 +62,7 @@ class PartWriter:
         self._save_id = save_id or staging.new_id()
         self._name = name
         self._max_size = max_size
-        room = min(max(room, _FRAME + 256), _MAX_HEADER - 4096)
+        room = min(max(room, _FRAME + 256), MAX_HEADER - 4096)
         self._room = room + (-(room + 8)) % 4096
         self._part = -1
         self._fd: int | None = None
