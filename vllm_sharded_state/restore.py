@@ -304,8 +304,8 @@ class Restorer:
             )
 
     def _mirror_defaults(self, modules: dict[str, nn.Module]) -> None:
-        """A KV scale that was given a value has mirrors on the host, which were saved for another one."""
-        for path in self._defaulted:
+        """The mirrors of a KV scale that is missing were saved for another value than it has now."""
+        for path in self._defaulted.keys() | self._absent:
             owner, _, name = path.rpartition(".")
             if name in SCALE_BUFFERS and owner in modules:
                 adopt_loaded_scales(modules[owner])
