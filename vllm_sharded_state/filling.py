@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol
 
 import torch
 
 from .checkpoint.dtypes import torch_dtype
 from .checkpoint.plan import clusters
-from .checkpoint.reading import Request
+from .checkpoint.reading import Reader, Request
 from .errors import RestoreError, listed
 from .progress import Progress
 from .state.kernels import same_bits
@@ -18,18 +17,6 @@ AHEAD = 64 << 20
 
 #: Where a tensor lies: a file, a key in it, and the checksum of its bytes, if one is known.
 Origin = tuple[str, str, str | None]
-
-
-class Reader(Protocol):
-    """What is needed of `checkpoint.reading.PartReader`."""
-
-    def form(self, name: str, key: str) -> tuple[list[int], str]:
-        """Shape and safetensors dtype of one tensor."""
-
-    def fill(
-        self, requests: Iterable[Request], progress: Callable[[int], None] | None = None
-    ) -> None:
-        """Read tensors into memory."""
 
 
 class Filling:

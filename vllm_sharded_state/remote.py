@@ -16,8 +16,8 @@ from vllm.logger import init_logger
 
 from .checkpoint import manifest, store
 from .checkpoint.manifest import FILE_NAME, FileEntry, Manifest
-from .checkpoint.reading import PartReader
-from .checkpoint.streaming import Reader, StreamReader
+from .checkpoint.reading import PartReader, Reader
+from .checkpoint.streaming import StreamReader
 from .errors import FetchError, ManifestError
 from .sidefiles import SKIPPED_FOLDERS, WEIGHTS
 

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from .adopt import adopt, can_adopt
 from .checkpoint.dtypes import NAMES, dtype_name, holds
 from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
-from .checkpoint.streaming import Reader
+from .checkpoint.reading import Reader
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .filling import Filling, Origin

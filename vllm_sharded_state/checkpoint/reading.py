@@ -1,5 +1,6 @@
 """Part reader: the tensors of safetensors files, read into memory that exists, and checked."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -34,7 +35,56 @@ class Request(msgspec.Struct, gc=False):
     tensor: torch.Tensor
 
 
-class PartReader:
+class Reader(ABC):
+    """The tensors of several files by name and key. `verify` is one of `VERIFY`."""
+
+    def __init__(self, verify: str) -> None:
+        if verify not in VERIFY:
+            raise ValueError(f"verify is {verify!r}, not one of {VERIFY}")
+        self._verify = verify
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open."""
+
+    @abstractmethod
+    def keys(self, name: str) -> list[str]:
+        """The keys of one file."""
+
+    @abstractmethod
+    def fill(
+        self, requests: Iterable[Request], progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Read each request into its tensor."""
+
+    @abstractmethod
+    def _place(self, name: str, key: str) -> Place:
+        """Form and place of one tensor. Raises `IncompleteError` where there is none."""
+
+    def form(self, name: str, key: str) -> tuple[list[int], str]:
+        """Shape and safetensors dtype of one tensor, from the header."""
+        place = self._place(name, key)
+        return list(place.shape), place.dtype
+
+    def get(self, name: str, key: str) -> torch.Tensor:
+        """One tensor in memory of its own on the CPU. Raises as `fill` does.
+
+        In object storage each call waits for an answer: ask for many at once with `fill`.
+        """
+        return self._one(name, key, None)
+
+    def verified(self, name: str, key: str, checksum: str) -> torch.Tensor:
+        """Like `get`, once the bytes were found to be those written."""
+        return self._one(name, key, checksum)
+
+    def _one(self, name: str, key: str, expected: str | None) -> torch.Tensor:
+        place = self._place(name, key)
+        tensor = torch.empty(place.shape, dtype=torch_dtype(place.dtype), device="cpu")
+        self.fill([Request(name, key, expected, tensor)])
+        return tensor
+
+
+class PartReader(Reader):
     """The tensors of several part files, which stay open until the reader is closed or gone.
 
     `files` maps plain file names in `directory` to their entries in the manifest, or to None for files
@@ -53,10 +103,8 @@ class PartReader:
         save_id: str | None = None,
         verify: str = "full",
     ) -> None:
-        if verify not in VERIFY:
-            raise ValueError(f"verify is {verify!r}, not one of {VERIFY}")
+        super().__init__(verify)
         self._directory = directory
-        self._verify = verify
         self._files = {
             name: _open(directory, name, save_id, None if verify == "off" else entry)
             for name, entry in files.items()
@@ -70,19 +118,6 @@ class PartReader:
     def keys(self, name: str) -> list[str]:
         """The keys of one file."""
         return list(self._files[name].places)
-
-    def form(self, name: str, key: str) -> tuple[list[int], str]:
-        """Shape and safetensors dtype of one tensor, from the header."""
-        place = self._place(name, key)
-        return list(place.shape), place.dtype
-
-    def get(self, name: str, key: str) -> torch.Tensor:
-        """One tensor in memory of its own on the CPU. Raises as `fill` does."""
-        return self._one(name, key, None)
-
-    def verified(self, name: str, key: str, checksum: str) -> torch.Tensor:
-        """Like `get`, once the bytes were found to be those written."""
-        return self._one(name, key, checksum)
 
     def fill(
         self, requests: Iterable[Request], progress: Callable[[int], None] | None = None
@@ -132,12 +167,6 @@ class PartReader:
             return self._files[name].places[key]
         except KeyError as error:
             raise IncompleteError(f"{self._directory / name} holds no tensor {key!r}.") from error
-
-    def _one(self, name: str, key: str, expected: str | None) -> torch.Tensor:
-        place = self._place(name, key)
-        tensor = torch.empty(place.shape, dtype=torch_dtype(place.dtype), device="cpu")
-        self.fill([Request(name, key, expected, tensor)])
-        return tensor
 
     def _refuse(self, damaged: list[Item]) -> None:
         if damaged:

@@ -20,7 +20,7 @@ from .dtypes import torch_dtype
 from .header import Place
 from .manifest import FileEntry
 from .memory import raw
-from .reading import VERIFY, PartReader, Request
+from .reading import Reader, Request
 
 #: Stands for the size of a file that nothing tells.
 _UNKNOWN = 2**63 - 1
@@ -28,7 +28,7 @@ _UNKNOWN = 2**63 - 1
 _AGAIN = "Copy it again, or save the model again."
 
 
-class StreamReader:
+class StreamReader(Reader):
     """The tensors of several part files below `base`, a directory or a prefix in object storage.
 
     The interface and the arguments are those of `PartReader`. Each call reads anew.
@@ -43,10 +43,8 @@ class StreamReader:
         save_id: str | None = None,
         verify: str = "full",
     ) -> None:
-        if verify not in VERIFY:
-            raise ValueError(f"verify is {verify!r}, not one of {VERIFY}")
+        super().__init__(verify)
         self._base = base.rstrip("/")
-        self._verify = verify
         self._paths = {name: self._locate(name, save_id) for name in files}
         told = {name: None if verify == "off" else entry for name, entry in files.items()}
         self._places = self._read_headers(told)
@@ -57,22 +55,6 @@ class StreamReader:
     def keys(self, name: str) -> list[str]:
         """The keys of one file."""
         return list(self._places[name])
-
-    def form(self, name: str, key: str) -> tuple[list[int], str]:
-        """Shape and safetensors dtype of one tensor, from the header."""
-        place = self._place(name, key)
-        return list(place.shape), place.dtype
-
-    def get(self, name: str, key: str) -> torch.Tensor:
-        """One tensor in memory of its own on the CPU. Raises as `fill` does.
-
-        In object storage each call waits for an answer: ask for many at once with `fill`.
-        """
-        return self._one(name, key, None)
-
-    def verified(self, name: str, key: str, checksum: str) -> torch.Tensor:
-        """Like `get`, once the bytes were found to be those written."""
-        return self._one(name, key, checksum)
 
     def fill(
         self, requests: Iterable[Request], progress: Callable[[int], None] | None = None
@@ -112,12 +94,6 @@ class StreamReader:
                 f"{request.key} in {self._paths[request.file]} is {place.shape} {place.dtype}; the "
                 f"tensor to fill is {list(tensor.shape)} {tensor.dtype}."
             )
-
-    def _one(self, name: str, key: str, expected: str | None) -> torch.Tensor:
-        place = self._place(name, key)
-        tensor = torch.empty(place.shape, dtype=torch_dtype(place.dtype), device="cpu")
-        self.fill([Request(name, key, expected, tensor)])
-        return tensor
 
     def _place(self, name: str, key: str) -> Place:
         try:
@@ -191,10 +167,6 @@ class StreamReader:
             f"save.\n{listed(f'{key} in {name}' for name, key in damaged)}\n"
             "Copy the files again, or save the model again."
         )
-
-
-#: What reads parts: through the system, or through the streamer.
-Reader = PartReader | StreamReader
 
 
 @contextmanager
