@@ -1,6 +1,6 @@
 """How much anonymous memory a save and a load take beyond the model.
 
-    python benchmarks/peak_memory.py MODEL [--kv-cache-dtype fp8] [--layout auto]
+    python -m benchmarks.peak_memory MODEL [--kv-cache-dtype fp8] [--layout auto]
 
 Starts a real engine twice, each time in a process of its own: once from MODEL, to save it, and once
 from what was saved. A thread reads `RssAnon` from `/proc/self/status` every two milliseconds: pages of
@@ -15,42 +15,22 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from .process import anonymous, peak
 
 MIB = 1 << 20
 #: `vllm_sharded_state.filling.AHEAD`: bytes fetched ahead; a writer takes less.
 BUFFER = 64 * MIB
 
 
-def anonymous() -> int:
-    """This process's anonymous resident memory in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this kernel does not report RssAnon")
-
-
-def peak_during(work: Callable[[], Any]) -> tuple[int, int, int]:
-    """Run `work`; returns anonymous memory before it, the most while it ran, and after it."""
+def growth(work: Callable[[], Any]) -> tuple[int, int]:
+    """Run `work`; returns how much anonymous memory it took at most, and how much it keeps."""
     before = anonymous()
-    most, done = before, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.002):
-            most = max(most, anonymous())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        work()
-    finally:
-        done.set()
-        thread.join()
-    return before, most, anonymous()
+    most = peak(work)
+    return most, anonymous() - before
 
 
 def module_sizes(model: Any) -> list[int]:
@@ -82,7 +62,7 @@ def step(task: dict[str, Any]) -> dict[str, Any]:
 
         def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
             models: list[Any] = []
-            found["peaks"] = peak_during(lambda: models.append(patched(self, *args, **kwargs)))
+            found["growth"] = growth(lambda: models.append(patched(self, *args, **kwargs)))
             return models[0]
 
         loader.load_model = measured  # type: ignore[method-assign]
@@ -91,14 +71,15 @@ def step(task: dict[str, Any]) -> dict[str, Any]:
     found["modules"] = module_sizes(model)
     if task["out"] is not None:
         save = llm.llm_engine.engine_core.save_sharded_state
-        found["peaks"] = peak_during(lambda: save(path=task["out"], pattern=None, max_size=None))
+        found["growth"] = growth(lambda: save(path=task["out"], pattern=None, max_size=None))
     return found
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
     """Run `step` in a new process."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-        command = [sys.executable, __file__, "--step", json.dumps(task), result.name]
+        command = [sys.executable, "-m", "benchmarks.peak_memory", "--step"]
+        command += [json.dumps(task), result.name]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.load(result)
 
@@ -123,10 +104,10 @@ def main() -> None:
         loaded = run(
             {"model": out, "out": None, "engine": {**engine, "load_format": "sharded_state"}}
         )
-    before, most, _ = saved["peaks"]
-    report("save", most - before, sum(saved["modules"][:2]), "two largest modules")
-    before, most, after = loaded["peaks"]
-    report("load", most - before, after - before, "the model as it stays in memory")
+    most, _ = saved["growth"]
+    report("save", most, sum(saved["modules"][:2]), "two largest modules")
+    most, kept = loaded["growth"]
+    report("load", most, kept, "the model as it stays in memory")
 
 
 def report(name: str, peak: int, base: int, what: str) -> None:
