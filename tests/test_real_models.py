@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.batch import ROOT
 from tests.support.engine import Spec, run_engine
 from tests.support.engine_lab import explain
 from tests.support.lab import WITH_OURS, without_ours
+from tests.support.process import ROOT
 from tests.support.snapshot import differences
 from tests.zoo.kinds import PACKED, TENSORS
 

@@ -10,23 +10,19 @@ import vss_test_ways
 
 vss_test_ways.keep_out()  # Before anything imports vLLM.
 
-import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import gc  # noqa: E402
-import json  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from tests.support.batch import ROOT, check_way  # noqa: E402
-from tests.support.model_level import environment, loaded  # noqa: E402
+from tests.support.batch import check_way  # noqa: E402
+from tests.support.model_level import loaded  # noqa: E402
+from tests.support.process import run_whole, serve  # noqa: E402
 
 
 @dataclasses.dataclass
@@ -234,35 +230,9 @@ def run_steps(
     jobs: Iterable[Job], way: str, plugins: str, timeout: float = 600, **env: str
 ) -> dict[str, dict[str, Any]]:
     """Run `jobs` in one new process and return the results by id."""
-    with tempfile.TemporaryDirectory() as scratch:
-        given, made = Path(scratch, "jobs.json"), Path(scratch, "results.json")
-        given.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
-        process = subprocess.run(
-            [sys.executable, "-m", "tests.reload.steps", str(given), str(made)],
-            cwd=ROOT,
-            env=environment(way, plugins) | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        if not made.exists():
-            raise RuntimeError(f"the process died ({process.returncode}):\n{process.stdout}")
-        return {result["id"]: result for result in json.loads(made.read_text())}
-
-
-def main() -> None:
-    given, made = sys.argv[1:]
-    results = []
-    for job in json.loads(Path(given).read_text()):
-        results.append(run(Job(**job)))
-        if len(results) == 1:
-            # Garbage is collected after every job: spare it the objects of all that was imported.
-            gc.freeze()
-            atexit.register(gc.unfreeze)
-    Path(made).write_text(json.dumps(results))
+    results, _ = run_whole("tests.reload.steps", list(jobs), way, plugins, timeout, env)
+    return {result["id"]: result for result in results}
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda **fields: run(Job(**fields)))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.reload.checkpoints import updated
-from tests.support.batch import ROOT
 from tests.support.lab import WITH_OURS
 from tests.support.model_level import environment
+from tests.support.process import ROOT
 from tests.support.snapshot import differences
 from tests.zoo.kinds import KINDS, PACKED
 

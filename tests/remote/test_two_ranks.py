@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.remote import hub as hubs
-from tests.support.batch import ROOT
 from tests.support.lab import WITH_OURS, Zoo
 from tests.support.model_level import environment
+from tests.support.process import ROOT
 from tests.zoo.kinds import PACKED
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]

@@ -10,27 +10,23 @@ import vss_test_ways
 
 vss_test_ways.keep_out()  # Before anything imports vLLM.
 
-import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import gc  # noqa: E402
-import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
 import resource  # noqa: E402
 import signal  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from tests.support.model_level import environment, loaded  # noqa: E402
+from tests.support.model_level import loaded  # noqa: E402
+from tests.support.process import run_module, run_whole, serve  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+_MODULE = "tests.support.batch"
 
 
 @dataclasses.dataclass
@@ -213,9 +209,7 @@ def run_batch(
 ) -> dict[str, dict[str, Any]]:
     """Run `jobs` in one new process and return the results by id."""
     jobs = list(jobs)
-    results, ending = _run_process(jobs, way, plugins, timeout, env)
-    if len(results) < len(jobs):
-        raise RuntimeError(f"the batch process died: {ending}")
+    results, _ = run_whole(_MODULE, jobs, way, plugins, timeout, env)
     return {result["id"]: result for result in results}
 
 
@@ -228,7 +222,7 @@ def run_deadly_batch(
     """
     left, done = list(jobs), dict[str, dict[str, Any]]()
     while left:
-        warmed, ending = _run_process([warm, *left], way, plugins, timeout, env)
+        warmed, ending = run_module(_MODULE, [warm, *left], way, plugins, timeout, env)
         if not warmed or warmed[0]["error"] is not None:
             raise RuntimeError(f"a batch process failed before its first job: {warmed} {ending}")
         results = warmed[1:]
@@ -241,38 +235,5 @@ def run_deadly_batch(
     return done
 
 
-def _run_process(
-    jobs: list[Job], way: str, plugins: str, timeout: float, env: dict[str, str]
-) -> tuple[list[dict[str, Any]], str]:
-    """The results as far as the process came, in order, and how it ended."""
-    with tempfile.TemporaryDirectory() as scratch:
-        given, made = Path(scratch, "jobs.json"), Path(scratch, "results.jsonl")
-        given.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
-        process = subprocess.run(
-            [sys.executable, "-m", "tests.support.batch", str(given), str(made)],
-            cwd=ROOT,
-            env=environment(way, plugins) | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        whole = made.read_text().split("\n")[:-1] if made.exists() else []
-    return [json.loads(line) for line in whole], f"exit {process.returncode}\n{process.stdout}"
-
-
-def main() -> None:
-    given, made = sys.argv[1:]
-    jobs = [Job(**job) for job in json.loads(Path(given).read_text())]
-    with open(made, "w") as file:
-        for number, job in enumerate(jobs):
-            print(json.dumps(run(job)), file=file, flush=True)
-            if number == 0:
-                # Garbage is collected after each job: spare that the objects of all imported modules.
-                gc.freeze()
-                atexit.register(gc.unfreeze)
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda **fields: run(Job(**fields)))

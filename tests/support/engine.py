@@ -10,17 +10,14 @@ import vss_test_ways
 vss_test_ways.keep_out()  # Before anything imports vLLM; spawned workers import this module too.
 
 import dataclasses  # noqa: E402
-import json  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from tests.support.batch import ROOT, check_way  # noqa: E402
-from tests.support.model_level import COMMON, environment  # noqa: E402
+from tests.support.batch import check_way  # noqa: E402
+from tests.support.model_level import COMMON  # noqa: E402
+from tests.support.process import run_whole, serve  # noqa: E402
 
 #: Token ids below every vocabulary of the zoo. Two lengths that share no prefix.
 PROMPTS = [[1, 5, 17, 200, 33, 9, 121], [7, 3, 99, 14, 14, 60, 181, 245, 2, 77, 31, 8, 19, 54]]
@@ -130,30 +127,9 @@ def run_engine(
     spec: Spec, way: str, plugins: str, timeout: float = 600, **env: str
 ) -> dict[str, Any]:
     """Run `spec` in a new process; `log` of the result is what the process printed."""
-    with tempfile.TemporaryDirectory() as scratch:
-        given, made = Path(scratch, "spec.json"), Path(scratch, "result.json")
-        given.write_text(json.dumps(dataclasses.asdict(spec)))
-        process = subprocess.run(
-            [sys.executable, "-m", "tests.support.engine", str(given), str(made)],
-            cwd=ROOT,
-            env=environment(way, plugins) | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        if not made.exists():
-            raise RuntimeError(f"the engine process died ({process.returncode}):\n{process.stdout}")
-        result: dict[str, Any] = json.loads(made.read_text())
-    return result | {"log": process.stdout}
-
-
-def main() -> None:
-    given, made = sys.argv[1:]
-    result = run(Spec(**json.loads(Path(given).read_text())))
-    Path(made).write_text(json.dumps(result))
+    (result,), log = run_whole("tests.support.engine", [spec], way, plugins, timeout, env)
+    return result | {"log": log}
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda **fields: run(Spec(**fields)))
