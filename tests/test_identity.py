@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from vllm import envs
 
+from tests.support import manifests
 from vllm_sharded_state import identity, switches
 from vllm_sharded_state.checkpoint import manifest, staging
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
@@ -67,7 +68,7 @@ def config(hf=None, files=("quantize_config.json",), **changes):
 
 def saved_and_read(directory, binding):
     """The binding as a load finds it: through the file."""
-    manifest.write(
+    manifests.write(
         directory,
         Manifest(
             written_by={},

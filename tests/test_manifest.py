@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from tests.support import edit
+from tests.support import edit, manifests
 from vllm_sharded_state.checkpoint import manifest
 from vllm_sharded_state.checkpoint.manifest import (
     FileEntry,
@@ -86,13 +86,13 @@ def whole(**changes):
 
 def test_a_manifest_comes_back_and_none_is_none(tmp_path):
     assert manifest.read(tmp_path) is None
-    manifest.write(tmp_path, whole())
+    manifests.write(tmp_path, whole())
     assert manifest.read(tmp_path) == whole()
     assert [path.name for path in tmp_path.iterdir()] == [manifest.FILE_NAME]
 
 
 def test_it_is_json_that_a_person_can_read(tmp_path):
-    manifest.write(tmp_path, whole())
+    manifests.write(tmp_path, whole())
     text = (tmp_path / manifest.FILE_NAME).read_text()
     data = json.loads(text)
     assert list(data)[:4] == ["checksum", "format", "version", "written_by"]
@@ -106,7 +106,7 @@ def test_the_order_in_which_it_was_filled_leaves_no_trace(tmp_path):
 
 
 def test_any_changed_or_missing_byte_is_refused(tmp_path):
-    manifest.write(tmp_path, whole())
+    manifests.write(tmp_path, whole())
     path = tmp_path / manifest.FILE_NAME
     text = path.read_bytes()
     spoiled = [text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :] for at in range(len(text))]
@@ -206,7 +206,7 @@ def test_names_that_are_no_plain_file_names_are_refused(tmp_path, name):
     files = rank().files | {name: FileEntry(80, SUM)}
     words = "length <= 255" if len(name) > 255 else "is not a plain file name"
     with pytest.raises(ManifestError, match=words):
-        manifest.write(tmp_path, whole(ranks=[rank(files=files)]))
+        manifests.write(tmp_path, whole(ranks=[rank(files=files)]))
     data = json.loads(manifest.encode(whole()))
     del data["checksum"]
     data["ranks"][0]["files"][name] = {"size": 80, "header": SUM}
@@ -223,7 +223,7 @@ def test_paths_that_lead_out_of_the_directory_are_refused(name):
 
 @pytest.mark.parametrize("name", ["a", ".gitattributes", "a/.b/c.d", "...", "a/..b", "ä b"])
 def test_paths_below_the_directory_are_not(tmp_path, name):
-    manifest.write(tmp_path, whole(side_files={name: SideFile(0, SUM)}))
+    manifests.write(tmp_path, whole(side_files={name: SideFile(0, SUM)}))
     assert set(manifest.read(tmp_path).side_files) == {name}
 
 
@@ -308,17 +308,17 @@ CONTRADICTIONS = {
 def test_what_contradicts_itself_is_neither_written_nor_read(tmp_path, monkeypatch, name):
     changes, words = CONTRADICTIONS[name]
     with pytest.raises(ManifestError, match=words):
-        manifest.write(tmp_path, whole(**changes))
+        manifests.write(tmp_path, whole(**changes))
     assert not list(tmp_path.iterdir())
     with monkeypatch.context() as patched:
         patched.setattr(manifest, "violation", lambda _: None)
-        manifest.write(tmp_path, whole(**changes))
+        manifests.write(tmp_path, whole(**changes))
     with pytest.raises(ManifestError, match=words):
         manifest.read(tmp_path)
 
 
 def test_several_ranks_are_read_in_order(tmp_path):
-    manifest.write(tmp_path, whole(ranks=[rank(), _second()], binding=_world(2, 1)))
+    manifests.write(tmp_path, whole(ranks=[rank(), _second()], binding=_world(2, 1)))
     found = manifest.read(tmp_path)
     assert found.rank(1) == _second()
     with pytest.raises(ManifestError, match="no entry for rank 2"):
@@ -341,7 +341,7 @@ def test_other_versions_are_refused_with_what_to_do(tmp_path, version):
 
 def test_an_edit_from_outside_that_keeps_to_the_form_is_read(tmp_path):
     """The tests' own way to write one, which shares no code with the product."""
-    manifest.write(tmp_path, whole())
+    manifests.write(tmp_path, whole())
     data = edit.read_manifest(tmp_path)
     data["ranks"][0]["values"] = {
         "z": {"value": 1, "stage": "runtime"},
@@ -413,14 +413,14 @@ def test_the_densest_that_a_save_writes_is_read(tmp_path):
     units = {f"m{number}": UnitEntry("source", None) for number in range(30_000)}
     values = {f"m{number}.v": ValueEntry(1, "source") for number in range(30_000)}
     dense = whole(ranks=[rank(units=units, values=values, tensors={}, kernels={})])
-    manifest.write(tmp_path, dense)
+    manifests.write(tmp_path, dense)
     assert manifest.read(tmp_path) == dense
 
 
 def test_none_is_written_that_would_not_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BYTES", 1000)
     with pytest.raises(ManifestError, match="no more than 1000 are read again"):
-        manifest.write(tmp_path, whole())
+        manifests.write(tmp_path, whole())
     assert not list(tmp_path.iterdir())
 
 
@@ -429,7 +429,7 @@ def test_kinds_of_strings_and_numbers_are_written_as_what_they_are(tmp_path):
         pass
 
     values = {"flag": ValueEntry(Number(7), "runtime")}
-    manifest.write(
+    manifests.write(
         tmp_path, whole(written_by={"torch": torch.__version__}, ranks=[rank(values=values)])
     )
     assert type(torch.__version__) is not str
@@ -464,6 +464,6 @@ def test_only_a_regular_file_is_read(tmp_path):
         manifest.read(tmp_path)
     path.unlink()
     (tmp_path / "blob").mkdir()  # as a hub's cache has it
-    manifest.write(tmp_path / "blob", whole())
+    manifests.write(tmp_path / "blob", whole())
     path.symlink_to(tmp_path / "blob" / manifest.FILE_NAME)
     assert manifest.read(tmp_path) == whole()

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from xxhash import xxh3_128_hexdigest
 
+from tests.support import manifests
 from vllm_sharded_state import source_identity
-from vllm_sharded_state.checkpoint import fingerprint, manifest, staging
+from vllm_sharded_state.checkpoint import fingerprint, staging
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, Source, SourceFile
 from vllm_sharded_state.errors import MismatchError, OptionError
 from vllm_sharded_state.source_identity import Recorder, refuse_other, weight_files
@@ -146,7 +147,7 @@ def _sharded(directory, source):
         source=source,
         ranks=[RankEntry(0)],
     )
-    manifest.write(directory, written)
+    manifests.write(directory, written)
     return written.save_id
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.hostile import spoil
 from tests.hostile.goods import Yard
 from tests.hostile.test_header_fuzz import FUZZ, anything
-from tests.support import edit
+from tests.support import edit, manifests
 from vllm_sharded_state.checkpoint import manifest
 from vllm_sharded_state.errors import ManifestError
 
@@ -91,7 +91,7 @@ def test_a_changed_field(directory: Path, data: st.DataObject) -> None:
     spoil.sign(directory, spoiled)
     found = _read(directory)
     if found is not None:  # Then it is a manifest, and comes back from what is written of it.
-        manifest.write(directory, found)
+        manifests.write(directory, found)
         assert manifest.read(directory) == found
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.remote import hub as hubs
+from tests.support import manifests
 from vllm_sharded_state import load, remote
 from vllm_sharded_state.checkpoint import manifest, staging
 from vllm_sharded_state.checkpoint.manifest import FileEntry, Manifest, RankEntry
@@ -54,7 +55,7 @@ def save(directory: Path, value: float, tied: bool = False, ranks: int = 2) -> P
         tied_word_embeddings=tied,
         ranks=entries,
     )
-    manifest.write(directory, found)
+    manifests.write(directory, found)
     return directory
 
 

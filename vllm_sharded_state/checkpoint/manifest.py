@@ -1,6 +1,6 @@
 """`sharded_state.json`: what the parts of a checkpoint hold and what they may be loaded into.
 
-The manifest is written last and by renaming, so a directory without it is not complete. What `write`
+The manifest is written last and by renaming, so a directory without it is not complete. What `encode`
 makes of a content is the only form of it that `read` accepts: its first field is the checksum of every
 byte after that line, and what was read has to give the same text when it is written again. So neither
 an edit nor a doubled key, another spelling of a number or a NaN goes unnoticed. There are no floating
@@ -59,7 +59,6 @@ __all__ = [
     "ValueEntry",
     "encode",
     "read",
-    "write",
 ]
 
 FILE_NAME = "sharded_state.json"
@@ -138,8 +137,9 @@ _HEAD = msgspec.json.Decoder(_Head)
 def encode(manifest: Manifest) -> bytes:
     """The bytes of `sharded_state.json` for `manifest`. Raises `ManifestError` where it is not sound."""
     try:
-        data = _encode(manifest)
-        wrong = violation(_decode(_ENCODER.encode(manifest)))
+        text = _ENCODER.encode(manifest)
+        data = _signed(text)
+        wrong = violation(_decode(text))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ManifestError(f"{FILE_NAME} can't hold this model: {_quote(str(error))}") from error
     if wrong is None and _is_dense(data):
@@ -151,20 +151,9 @@ def encode(manifest: Manifest) -> bytes:
     return data
 
 
-def write(directory: Path, manifest: Manifest) -> None:
-    """Publish `manifest` in `directory`, atomically. Raises `ManifestError` where it is not sound."""
-    data = encode(manifest)
-    temporary = directory / f".{FILE_NAME}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / FILE_NAME)
-
-
-def _encode(manifest: Manifest) -> bytes:
-    text = msgspec.json.format(_ENCODER.encode(manifest), indent=1)
-    rest = text.removeprefix(b"{\n")
+def _signed(text: bytes) -> bytes:
+    """JSON in the form of the file: indented, behind the checksum of all that follows it."""
+    rest = msgspec.json.format(text, indent=1).removeprefix(b"{\n")
     return _BEGIN + of_bytes(rest).encode() + b'",\n' + rest
 
 
