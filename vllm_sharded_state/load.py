@@ -1,6 +1,5 @@
 """Directory to model: refuse what does not belong here, fill, let upstream process, put the rest back."""
 
-import fnmatch
 from typing import Any
 
 from torch import nn
@@ -58,7 +57,6 @@ def load_model(
     use_tqdm = loader.load_config.use_tqdm_on_load
     restorer: Restorer | stock.StockRestorer
     if found is None:
-        _refuse_lost_manifest(location)
         restorer = stock.StockRestorer(location, loader.pattern, vllm_config, asked, use_tqdm)
     else:
         _refuse_waiting(location, found)
@@ -130,19 +128,6 @@ def _refuse_false_untying(found: Manifest, entry: RankEntry, location: Location)
         raise ManifestError(
             f"{manifest.FILE_NAME} in {location} says that word embeddings are not tied, and that these "
             f"are one tensor:\n{listed(shared)}\nSave the model again."
-        )
-
-
-def _refuse_lost_manifest(location: Location) -> None:
-    """Raise `IncompleteError` where no manifest tells of parts that stock vLLM never writes.
-
-    Read as what stock saved, they would be loaded without a checksum, and without what is beside them.
-    """
-    ours = fnmatch.filter(location.names(), "hidden-state-rank-*-part-*.safetensors")
-    if ours:
-        raise IncompleteError(
-            f"{location} was saved by vllm-sharded-state, and its {manifest.FILE_NAME} is missing; "
-            f"there are:\n{listed(ours)}\nCopy it there, or save the model again."
         )
 
 

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLo
 
 from .adopt import adopt, can_adopt
 from .checkpoint.dtypes import torch_dtype
+from .checkpoint.manifest import FILE_NAME
 from .errors import (
     IncompleteError,
     NotRepresentableError,
@@ -65,6 +66,7 @@ class StockRestorer:
         if not files:
             raise IncompleteError(_no_files(location, name, names))
         self._reader = location.open(dict.fromkeys(files), verify=options.verify)
+        _refuse_lost_manifest([file for file in files if self._reader.is_ours(file)], location)
         places = [(key, file) for file in files for key in self._reader.keys(file)]
         doubled = [key for key, count in Counter(key for key, _ in places).items() if count > 1]
         if doubled:
@@ -304,6 +306,18 @@ def _forms(key: str, saved: Form, here: torch.Tensor) -> str:
     return f"{key}: {shape} {dtype} saved, {list(here.shape)} {here.dtype} here".replace(
         "torch.", ""
     )
+
+
+def _refuse_lost_manifest(ours: list[str], location: Location) -> None:
+    """Raise `IncompleteError` for parts that stock vLLM did not write, and of which no manifest tells.
+
+    Read as what stock saved, they would be loaded without a checksum, and without what is beside them.
+    """
+    if ours:
+        raise IncompleteError(
+            f"{location} was saved by vllm-sharded-state, and its {FILE_NAME} is missing; "
+            f"there are:\n{listed(ours)}\nCopy it there, or save the model again."
+        )
 
 
 def _no_files(location: Location, name: str, names: list[str]) -> str:

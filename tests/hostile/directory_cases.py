@@ -173,6 +173,13 @@ def _places() -> Iterator[Case]:
             yield Case(label, base, _listed_as(text, there), (edit.MANIFEST,))
 
 
+def _only_parts(directory: Path) -> None:
+    """As copied by somebody who knows upstream's names only."""
+    (directory / edit.MANIFEST).unlink()
+    for path in directory.glob("hidden-state-*"):
+        path.unlink()
+
+
 def _mixtures() -> Iterator[Case]:
     base, manifest, part = "runtime", edit.MANIFEST, "model-rank-0-part-"
     tuned, biased = "runtime tuned", "biased"
@@ -192,6 +199,9 @@ def _mixtures() -> Iterator[Case]:
         _take("runtime as source", manifest),
         (".safetensors",),
     )
+    for name in ("runtime", "source"):
+        # All that stock vLLM would have written; nothing in it could prove a byte.
+        yield Case(f"{name}: nothing but the parts", name, _only_parts, (edit.MANIFEST, part))
     yield Case("source: a fine-tune's part", "source", _take("source tuned", "model-*"), (part,))
     yield Case("source: a fine-tune's manifest", "source", _take("source tuned", manifest), (part,))
     for name in (biased, "source tuned"):

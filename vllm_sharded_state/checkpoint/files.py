@@ -58,6 +58,7 @@ class PartFile:
                     f"save.\n{_AGAIN}"
                 )
             self.places = header.parse(text, self.size)
+            self.is_ours = header.is_ours(text)
         except header.HeaderError as error:
             raise IncompleteError(
                 f"{path} is no readable safetensors file: {error}.\n{_AGAIN}"

@@ -19,6 +19,8 @@ PREFIX = 8
 #: The most that a header may take: the safetensors library's own limit (safetensors/src/tensor.rs,
 #: `MAX_HEADER_SIZE`).
 MAX_HEADER = 100_000_000
+#: How the header of every part begins that this package writes; stock vLLM says only "pt".
+OURS = b'{"__metadata__":{"format":"pt","saved_by":"vllm-sharded-state"}'
 #: Dimensions that a tensor of torch can have.
 _MAX_DIMENSIONS = 64
 #: Above this size a header must not hold more objects than tensors could take.
@@ -56,6 +58,11 @@ def length(prefix: bytes, size: int) -> int:
     if PREFIX + count > size:
         raise HeaderError(f"its header claims {count} bytes, and the file has {size}")
     return count
+
+
+def is_ours(header: bytes) -> bool:
+    """Whether this package wrote the part, so that a manifest has to tell of it."""
+    return header.startswith(OURS)
 
 
 def parse(header: bytes, size: int) -> dict[str, Place]:

@@ -52,6 +52,10 @@ class Reader(ABC):
         """The keys of one file."""
 
     @abstractmethod
+    def is_ours(self, name: str) -> bool:
+        """Whether this package wrote the file, rather than stock vLLM."""
+
+    @abstractmethod
     def fill(
         self, requests: Iterable[Request], progress: Callable[[int], None] | None = None
     ) -> None:
@@ -118,6 +122,10 @@ class PartReader(Reader):
     def keys(self, name: str) -> list[str]:
         """The keys of one file."""
         return list(self._files[name].places)
+
+    def is_ours(self, name: str) -> bool:
+        """Whether this package wrote the file, rather than stock vLLM."""
+        return self._files[name].is_ours
 
     def fill(
         self, requests: Iterable[Request], progress: Callable[[int], None] | None = None

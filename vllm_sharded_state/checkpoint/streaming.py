@@ -47,6 +47,7 @@ class StreamReader(Reader):
         self._base = base.rstrip("/")
         self._paths = {name: self._locate(name, save_id) for name in files}
         told = {name: None if verify == "off" else entry for name, entry in files.items()}
+        self._ours: set[str] = set()
         self._places = self._read_headers(told)
 
     def close(self) -> None:
@@ -55,6 +56,10 @@ class StreamReader(Reader):
     def keys(self, name: str) -> list[str]:
         """The keys of one file."""
         return list(self._places[name])
+
+    def is_ours(self, name: str) -> bool:
+        """Whether this package wrote the file, rather than stock vLLM."""
+        return name in self._ours
 
     def fill(
         self, requests: Iterable[Request], progress: Callable[[int], None] | None = None
@@ -127,6 +132,8 @@ class StreamReader(Reader):
             with _naming(self._paths[name]):
                 size = _told_size(texts[name]) if sizes[name] == _UNKNOWN else sizes[name]
                 places[name] = header.parse(texts[name], size)
+            if header.is_ours(texts[name]):
+                self._ours.add(name)
             ends[name] = size
         if store.is_remote(self._base):
             # A streamer before 0.17 takes an answer that is short for whole, and this comes before

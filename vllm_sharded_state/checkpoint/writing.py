@@ -25,7 +25,7 @@ from . import staging
 from .checksum import Hash, checksum, host_bytes
 from .dtypes import dtype_name
 from .entries import FileEntry
-from .header import MAX_HEADER
+from .header import MAX_HEADER, OURS
 
 #: Bytes that are hashed and written at a time: few enough to stay in the processor's cache.
 STEP = 4 << 20
@@ -37,7 +37,7 @@ BUFFER = 1 << 20
 _ENTRY_ROOM = 100
 
 #: Bytes of header around the tensors' entries.
-_FRAME = 64
+_FRAME = len(OURS) + 1
 
 
 class PartWriter:
@@ -191,8 +191,8 @@ class PartWriter:
         if self._fd is None:
             return
         self._flush()
-        entries = ['"__metadata__":{"format":"pt"}', *self._entries]
-        header = f"{{{','.join(entries)}}}".encode("ascii").ljust(self._room)
+        text = ",".join([OURS.decode("ascii"), *self._entries])
+        header = f"{text}}}".encode("ascii").ljust(self._room)
         if len(header) != self._room:
             raise AssertionError(f"header of {len(header)} bytes, room for {self._room}")
         head = self._room.to_bytes(8, "little") + header
