@@ -49,18 +49,7 @@ class Intake:
             ReloadUnexpectedError: a name came twice.
             ReloadMismatchError: a loader took only a part of a tensor, or repeated it to fill a place.
         """
-        iterator = iter(weights)
-        while True:
-            try:
-                name, tensor = next(iterator)
-            except StopIteration:
-                break
-            except Exception as error:
-                after = f"after {self.current}" if self.current else "before the first tensor"
-                raise ReloadSourceError(
-                    f"Reading the new weights failed {after} ({len(self.sent)} tensors): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+        for name, tensor in read(weights, self._where):
             self.close(recording)
             between()
             if name in self.sent:
@@ -71,6 +60,10 @@ class Intake:
         self.close(recording)
         self.current = None
         between()
+
+    def _where(self) -> str:
+        after = f"after {self.current}" if self.current else "before the first tensor"
+        return f" {after} ({len(self.sent)} tensors)"
 
     @property
     def unplaced(self) -> list[str]:
@@ -132,6 +125,23 @@ class Intake:
                 "Send it in the shape of the model's checkpoint."
             )
         self._written, self._sending = {}, None
+
+
+def read(
+    weights: Iterable[tuple[str, torch.Tensor]], where: Callable[[], str] = str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `weights`; `where` says in an error how far that came. Raises `ReloadSourceError`."""
+    iterator = iter(weights)
+    while True:
+        try:
+            name, tensor = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise ReloadSourceError(
+                f"Reading the new weights failed{where()}: {type(error).__name__}: {error}"
+            ) from error
+        yield name, tensor
 
 
 class _Idle:

@@ -11,7 +11,6 @@ from vllm_sharded_state.errors import (
     ReloadError,
     ReloadInPlaceError,
     ReloadMismatchError,
-    ReloadSourceError,
     ReloadUnexpectedError,
 )
 from vllm_sharded_state.state import boundaries, units
@@ -20,6 +19,7 @@ from vllm_sharded_state.state.kv_scales import KINDS, KINDS_WITH_HOST_TENSOR
 from vllm_sharded_state.state.units import Unit
 from vllm_sharded_state.state.walk import Kind, Leaf
 
+from .intake import read
 from .transaction import Report
 from .undo import UndoLog, require_room
 from .validate import refuse_bad_values
@@ -60,7 +60,7 @@ class KernelFormat:
         """Put each tensor in its place. Raises `ReloadError`, undone."""
         seen: set[str] = set()
         try:
-            for name, tensor in self._read(weights):
+            for name, tensor in read(weights):
                 if name in seen:
                     raise ReloadUnexpectedError(f"{name} was sent twice.")
                 seen.add(name)
@@ -96,21 +96,6 @@ class KernelFormat:
         if self._atomic == "model":
             return "The engine holds the weights it had before."
         return f"{len(self._report.changed)} tensors that came before it are new."
-
-    def _read(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        iterator = iter(weights)
-        while True:
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise ReloadSourceError(
-                    f"Reading the new weights failed: {type(error).__name__}: {error}"
-                ) from error
-            yield item
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._places:

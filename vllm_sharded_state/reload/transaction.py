@@ -142,7 +142,7 @@ class Transaction:
         report.untouched = sorted(
             name
             for name in self._wanted
-            if name not in report.changed
+            if name not in self._done
             and any(isinstance(tensor, nn.Parameter) for tensor in self._loadable(name).values())
         )
         report.seconds = time.perf_counter() - self._began
