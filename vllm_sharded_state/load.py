@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 from . import identity, options, remote, source_identity, stock
-from .checkpoint import manifest, staging
+from .checkpoint import collector, manifest, staging
 from .checkpoint.manifest import Manifest, RankEntry
 from .checkpoint.writing import strange_names
 from .errors import IncompleteError, ManifestError, RestoreError, listed
@@ -46,7 +46,8 @@ def load_model(
     """
     location = remote.locate(loader.load_config, model_config)
     asked: Options = getattr(loader, "vss_options", Options())
-    found = location.manifest()
+    with collector.paused():
+        found = location.manifest()
     if asked.source is not None:
         source_identity.refuse_other(
             None if found is None else found.source,
@@ -62,13 +63,15 @@ def load_model(
         _refuse_waiting(location, found)
         entry = _entry(found, location, vllm_config, loader.pattern)
         reader = location.open(entry.files, found.save_id, asked.verify)
-        restorer = Restorer(location, entry, reader, asked, use_tqdm)
+        with collector.paused():
+            restorer = Restorer(location, entry, reader, asked, use_tqdm)
         if not found.tied_word_embeddings:
             _untie(model_config)
     loader.vss_restorer = restorer
     try:
         model = upstream(vllm_config, model_config, prefix)
-        restorer.after_processing(model, vllm_config)
+        with collector.paused():
+            restorer.after_processing(model, vllm_config)
     finally:
         restorer.close()
         del loader.vss_restorer
@@ -87,7 +90,8 @@ def load_weights(loader: Any, model: nn.Module, model_config: Any, upstream: Any
             "the weights has to be put back afterwards.\nStart a new engine with "
             "load_format='sharded_state'."
         )
-    restorer.before_processing(model)
+    with collector.paused():
+        restorer.before_processing(model)
 
 
 def _untie(model_config: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_sharded_state.errors import IncompleteError, TensorMismatchError, listed
 
-from . import pool
+from . import collector, pool
 from .checksum import checksum
 from .dtypes import torch_dtype
 from .files import PartFile
@@ -109,10 +109,11 @@ class PartReader(Reader):
     ) -> None:
         super().__init__(verify)
         self._directory = directory
-        self._files = {
-            name: _open(directory, name, save_id, None if verify == "off" else entry)
-            for name, entry in files.items()
-        }
+        with collector.paused():
+            self._files = {
+                name: _open(directory, name, save_id, None if verify == "off" else entry)
+                for name, entry in files.items()
+            }
 
     def close(self) -> None:
         """Close the files."""
@@ -127,6 +128,7 @@ class PartReader(Reader):
         """Whether this package wrote the file, rather than stock vLLM."""
         return self._files[name].is_ours
 
+    @collector.paused()
     def fill(
         self, requests: Iterable[Request], progress: Callable[[int], None] | None = None
     ) -> None:
