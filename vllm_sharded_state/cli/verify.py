@@ -1,0 +1,187 @@
+"""`vllm-sharded-state verify`: every byte against its checksum, or one save against another."""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from vllm_sharded_state.checkpoint.dtypes import NAMES, torch_dtype
+from vllm_sharded_state.checkpoint.manifest import STOCK_STOP, Manifest, RankEntry, TensorEntry
+from vllm_sharded_state.checkpoint.reading import PartReader, Request
+from vllm_sharded_state.errors import ManifestError, ShardedStateError
+
+from .opened import open_rank, read_manifest
+
+#: Bytes of tensors that are in memory at a time, unless one alone has more.
+_BATCH = 256 << 20
+
+
+def run(given: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """What was found, and the exit code: 1 where anything is damaged or different.
+
+    Raises `ShardedStateError` where the manifest itself is refused, or two saves can't be compared.
+    """
+    began = time.perf_counter()
+    found = read_manifest(given.directory)
+    result: dict[str, Any] = {"directory": str(given.directory)}
+    size = sum(_nbytes(entry) for rank in found.ranks for entry in rank.tensors.values())
+    problems: list[str] = []
+    with _bar(size) as bar:
+        for rank in found.ranks:
+            problems += _check(given.directory, found, rank, bar)
+    result |= {
+        "tensors": sum(len(rank.tensors) for rank in found.ranks),
+        "bytes": size,
+        "problems": problems,
+    }
+    if given.against is not None and not problems:
+        result["against"] = str(given.against)
+        result["different"] = _against(given.directory, found, given.against)
+    result["seconds"] = time.perf_counter() - began
+    return result, 1 if problems or result.get("different") else 0
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what was found."""
+    for problem in result["problems"]:
+        print(problem)
+    if result["problems"]:
+        print(f"{result['directory']} is damaged. Copy it again, or save the model again.")
+        return
+    size, seconds = result["bytes"] / 2**30, result["seconds"]
+    print(
+        f"{result['tensors']} tensors, {size:.2f} GiB, every byte as it was saved ({seconds:.1f} s)"
+    )
+    if "against" not in result:
+        return
+    for line in result["different"]:
+        print(line["name"], line["how"], sep=": ")
+    count = len(result["different"])
+    print(
+        f"{count} tensors and values differ from {result['against']}" if count else "no difference"
+    )
+
+
+def _bar(total: int) -> Any:
+    """A progress bar in bytes, on a terminal only."""
+    return tqdm(
+        total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None, file=sys.stderr
+    )
+
+
+def _check(directory: Path, found: Manifest, rank: RankEntry, bar: Any) -> list[str]:
+    """What is wrong with the files of one rank, one text each."""
+    try:
+        reader = open_rank(directory, found, rank)
+    except ShardedStateError as error:
+        return [str(error)]
+    problems = []
+    try:
+        for name in rank.files:
+            listed = {entry.key for entry in rank.tensors.values() if entry.file == name}
+            held = set(reader.keys(name)) - {STOCK_STOP}
+            problems += [f"{key} is not in {name}" for key in sorted(listed - held)]
+            problems += [f"{key} in {name} is not in the manifest" for key in sorted(held - listed)]
+        if problems:
+            return problems
+        for batch in _batches(rank.tensors):
+            requests = [_request(entry) for entry in batch.values()]
+            try:
+                reader.fill(requests, bar.update)
+            except ShardedStateError as error:
+                problems.append(str(error).rpartition("\n")[0] or str(error))
+    finally:
+        reader.close()
+    return problems
+
+
+def _request(entry: TensorEntry) -> Request:
+    tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+    return Request(entry.file, entry.key, entry.checksum, tensor)
+
+
+def _batches(tensors: dict[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]:
+    """The tensors in the order of their files, up to `_BATCH` bytes together."""
+    batch: dict[str, TensorEntry] = {}
+    size = 0
+    for name, entry in tensors.items():
+        if batch and size + _nbytes(entry) > _BATCH:
+            yield batch
+            batch, size = {}, 0
+        batch[name] = entry
+        size += _nbytes(entry)
+    if batch:
+        yield batch
+
+
+def _nbytes(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * NAMES[entry.dtype]
+
+
+def _against(directory: Path, found: Manifest, against: Path) -> list[dict[str, str]]:
+    """Tensors and values in which two saves differ, by rank and name."""
+    other = read_manifest(against)
+    ranks = {rank.rank: rank for rank in other.ranks}
+    if ranks.keys() != {rank.rank for rank in found.ranks}:
+        raise ManifestError(
+            f"{directory} holds {len(found.ranks)} ranks and {against} {len(ranks)}: each holds other "
+            "slices of the weights.\nCompare saves with the same parallel sizes."
+        )
+    different = []
+    for rank in found.ranks:
+        here, there = (directory, found, rank), (against, other, ranks[rank.rank])
+        for name, how in _differences(here, there):
+            where = f"rank {rank.rank} {name}" if len(ranks) > 1 else name
+            different.append({"name": where, "how": how})
+    return different
+
+
+_Save = tuple[Path, Manifest, RankEntry]
+
+
+def _differences(here: _Save, there: _Save) -> Iterator[tuple[str, str]]:
+    left, right = _paths(here[2]), _paths(there[2])
+    readers = [open_rank(*here), open_rank(*there)]
+    try:
+        for name in sorted(left.keys() | right.keys()):
+            a, b = left.get(name), right.get(name)
+            if a is None or b is None:
+                yield name, f"only in {there[0] if a is None else here[0]}"
+            elif (a.dtype, a.shape) != (b.dtype, b.shape):
+                yield name, f"{a.dtype} {a.shape} and {b.dtype} {b.shape}"
+            elif a.checksum != b.checksum:
+                yield name, _largest(readers, a, b)
+    finally:
+        for reader in readers:
+            reader.close()
+    values = [
+        {name: entry.value for name, entry in save[2].values.items()} for save in (here, there)
+    ]
+    for name in sorted(values[0].keys() | values[1].keys()):
+        a_value, b_value = (side.get(name, "nothing") for side in values)
+        if a_value != b_value:
+            yield name, f"{a_value} and {b_value}"
+
+
+def _paths(rank: RankEntry) -> dict[str, TensorEntry]:
+    return {path: e for name, e in rank.tensors.items() for path in (name, *e.aliases)}
+
+
+def _largest(readers: list[PartReader], a: TensorEntry, b: TensorEntry) -> str:
+    """By how much two tensors of one form differ."""
+    left, right = (
+        reader.verified(entry.file, entry.key, entry.checksum)
+        for reader, entry in zip(readers, (a, b), strict=True)
+    )
+    if left.dtype == torch.bool or left.is_complex():
+        return "other bytes"
+    wide = torch.float64 if left.is_floating_point() else torch.int64
+    apart = (left.to(wide) - right.to(wide)).abs()
+    changed = int(apart.count_nonzero())
+    return f"{changed} of {left.numel()} elements, the largest difference {apart.max().item():.6g}"
