@@ -54,6 +54,39 @@ def test_method(upstream):
     assert vars(upstream.Thing)["method"] is raw
 
 
+HANDING_ON = """
+class Wrapper:
+    inner = "upstream"
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+"""
+
+
+def test_a_method_that_a_class_hands_on_is_added_to_it(monkeypatch):
+    wrapping = make_module(monkeypatch, "upstreamlib", HANDING_ON)
+    toy = a_patch(
+        symbol="Wrapper.upper",
+        make=constant("ours"),
+        probe=lambda: wrapping.Wrapper().upper() == "UPSTREAM",
+        handed_on=True,
+    )
+    assert toy.apply() is Status.APPLIED
+    assert wrapping.Wrapper().upper() == ("ours", "UPSTREAM")
+    assert wrapping.Wrapper().lower() == "upstream"
+    toy.undo()
+    assert wrapping.Wrapper().upper() == "UPSTREAM"
+    assert "upper" not in vars(wrapping.Wrapper)
+
+
+@pytest.mark.parametrize(("symbol", "handed_on"), [("Wrapper.upper", False), ("Thing.upper", True)])
+def test_a_method_that_is_missing_is_not_taken_for_one_that_is_handed_on(
+    monkeypatch, symbol, handed_on
+):
+    make_module(monkeypatch, "upstreamlib", HANDING_ON + "class Thing: ...")
+    with pytest.raises(PatchError, match="upper is missing"):
+        a_patch(symbol=symbol, handed_on=handed_on).apply()
+
+
 def test_static_method_stays_static(upstream):
     toy = a_patch(
         symbol="Thing.static",

@@ -44,6 +44,16 @@ class _Missing:
 _MISSING = _Missing()
 
 
+class _HandedOn:
+    """Stands for a method that a class lacks and hands on with its `__getattr__`."""
+
+    def __init__(self, owner: type, attribute: str) -> None:
+        self.__name__, self.__qualname__ = attribute, f"{owner.__qualname__}.{attribute}"
+
+    def __call__(self, instance: Any, *args: Any, **kwargs: Any) -> Any:
+        return instance.__getattr__(self.__name__)(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class _Place:
     """An attribute that a patch replaced, with what its owner itself held there before."""
@@ -75,6 +85,8 @@ class Patch:
         importers: further modules that hold the same function by value under the same name.
         importers_if_loaded: such modules that are not imported for the patch's sake: one that is
             imported later finds the replacement.
+        handed_on: the class may lack the method and hand it on with its `__getattr__`; then the
+            method is added to it, and the function in place is the one that hands on.
     """
 
     name: str
@@ -85,6 +97,7 @@ class Patch:
     defined_in: str = ""
     importers: tuple[str, ...] = ()
     importers_if_loaded: tuple[str, ...] = ()
+    handed_on: bool = False
 
     @property
     def target(self) -> str:
@@ -159,6 +172,9 @@ class Patch:
 
     def _find(self, owner: Any, attribute: str) -> Any:
         found = inspect.getattr_static(owner, attribute, _MISSING)
+        hands_on = self.handed_on and isinstance(owner, type) and hasattr(owner, "__getattr__")
+        if found is _MISSING and hands_on:
+            return _HandedOn(owner, attribute)
         if found is _MISSING:
             home = owner.__name__ if isinstance(owner, ModuleType) else owner.__qualname__
             raise PatchError(self._missing(f"{home}.{attribute}"))
@@ -175,7 +191,7 @@ class Patch:
             self.defined_in or f"{self.module}:{self.symbol}"
         ).partition(":")
         package = expected_module.partition(".")[0]
-        is_upstream = (
+        is_upstream = isinstance(function, _HandedOn) or (
             getattr(function, "__module__", None) == expected_module
             and getattr(function, "__qualname__", None) == expected_name
             # functools.wraps copies the two names above; where the code lives it cannot copy.
