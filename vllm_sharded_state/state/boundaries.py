@@ -173,6 +173,12 @@ def may_hold_weights(value: object) -> bool:
     return type(value).__module__.partition(".")[0] not in _LIBRARIES
 
 
+def holds_weights(value: object) -> bool:
+    """Whether an opaque object of a processed unit is to be taken for the holder of its weights."""
+    known = type(value).__name__ in NATIVE_HANDLES or isinstance(value, torch.Tensor)
+    return known or may_hold_weights(value)
+
+
 _LIBRARIES = frozenset(
     {"_thread", "threading", "torch", "vllm", "cuda", "flashinfer", "pybind11_builtins", "nanobind"}
 )
