@@ -4,6 +4,7 @@
 |---|---|---|
 | `VSS_LAYOUT` | `auto` (default), `runtime`, `source` | layout to save, unless the engine says |
 | `VSS_RELOAD_ATOMIC` | `model` (default), `layer` | what can be taken back after an error in a reload |
+| `VSS_RELOAD_DIGEST` | `0` (default), `1` | whether a reload says what it got and what there is then |
 | `VSS_DISABLE_PATCHES` | patch names joined by commas, or `all` | changes to vLLM to leave out |
 | `VSS_ALLOW_UNSUPPORTED_VLLM` | `0` (default), `1` | patch untested versions of vLLM too |
 
@@ -46,6 +47,15 @@ def reload_atomic() -> str:
         OptionError: the variable holds anything else.
     """
     return _choice("VSS_RELOAD_ATOMIC", RELOAD_ATOMIC, "model")
+
+
+def reload_digest() -> bool:
+    """Return whether `VSS_RELOAD_DIGEST` is `1`.
+
+    Raises:
+        OptionError: the variable holds neither `0` nor `1`.
+    """
+    return _choice("VSS_RELOAD_DIGEST", ("0", "1"), "0") == "1"
 
 
 def allow_unsupported_vllm() -> bool:

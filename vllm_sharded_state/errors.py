@@ -88,6 +88,10 @@ class ReloadError(ShardedStateError):
     """New weights were not taken into the running model; the subclasses tell why."""
 
 
+class ReloadArgumentError(ReloadError, TypeError):
+    """`reload_weights` was called with an argument that it does not have, or can't follow here."""
+
+
 class ReloadSourceError(ReloadError):
     """The new weights could not be read: their iterator failed, or their path leads nowhere."""
 

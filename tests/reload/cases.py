@@ -65,10 +65,11 @@ _DEFAULT = {
     REFERENCE: set(),
 }
 
+WITH_DIGEST: dict[str, Any] = {"options": {"digest": True}}
 #: (job, is in the default run) for each kind in each way: the new weights, then the old ones again.
 UPDATES = [
     (
-        case(f"update {kind.name} {way}", kind.name, {}, {"directory": "old"}, way=way),
+        case(f"update {kind.name} {way}", kind.name, WITH_DIGEST, {"directory": "old"}, way=way),
         kind.name in _DEFAULT[way],
     )
     for kind in KINDS.values()
@@ -170,6 +171,31 @@ FROM_PATH_DUMMY = case(
     "from path dummy", "llama-tied", {"path": "new"}, engine={"load_format": "dummy"}
 )
 PACKED_COPY = case("packed copy", "llama", {"kernel_format": True, "only": "embed_tokens"})
+
+_OLD = WITH_DIGEST | {"directory": "old"}
+SAME = case("same", "llama", _OLD, way=TENSORS, digest=True)
+SAME_PACKED = case("same packed", "llama-kv-head", _OLD, digest=True)
+SAME_KERNEL_FORMAT = case(
+    "same kernel format", "llama", {"kernel_format": True, "only": "norm"}, way=TENSORS
+)
+ONE_NORM = case(
+    "one norm",
+    "llama",
+    _OLD | {"fill": {"layers.1.input_layernorm": 0.5}},
+    {"directory": "old", "options": {"digest": False}},
+    way=TENSORS,
+    digest=True,
+)
+ONE_PACKED = case(
+    "one packed",
+    "llama-kv-head",
+    _OLD | {"only": "layers.1.mlp.down_proj", "fill": {"down_proj": 0.25}},
+    digest=True,
+)
+BLIND = [
+    case(f"blind {kind}", kind, way=way, blind=True)
+    for kind, way in [("llama-kv", TENSORS), ("gpt-oss", TENSORS), ("llama-w8a8-kv", PACKED)]
+]
 
 BY_LAYER = case("by layer", "llama", {"raise_at": 12, "atomic": "layer"}, GOOD, way=TENSORS)
 NO_ROOM = case(

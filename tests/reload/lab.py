@@ -71,7 +71,7 @@ class ReloadLab:
 
     def fresh(self, kind: str) -> Job:
         """The new checkpoint, loaded afresh."""
-        return self.job(f"fresh.{kind}", kind, model=str(self.new(kind)))
+        return self.job(f"fresh.{kind}", kind, model=str(self.new(kind)), digest=True)
 
     @property
     def ours(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python -m tests.reload.ranks RANK MEETING OLD NEW RESULT.json
 
-First rank 1 alone is sent a scale that is NaN, then both are sent the new checkpoint.
+First rank 1 alone is sent a scale that is NaN, then both are sent the new checkpoint, with digests.
 """
 
 import json
@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 
-def _attempt(config: Any, model: Any, tensors: dict[str, Any]) -> str | None:
+def _attempt(config: Any, model: Any, tensors: dict[str, Any]) -> Any:
+    """The error; or what is reported."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
+    from vllm_sharded_state.reload import call
+
     try:
-        with set_current_vllm_config(config):
+        with call.made(digest=True) as made, set_current_vllm_config(config):
             inplace.reload_weights(config, model, iter(tensors.items()), None, True)
     except Exception as error:  # noqa: BLE001 - a failure is a result here
         return f"{type(error).__name__}: {error}"
-    return None
+    return made.report
 
 
 def main() -> None:
@@ -36,6 +39,7 @@ def main() -> None:
 
     from tests.support.model_level import COMMON
     from tests.support.snapshot import snapshot
+    from vllm_sharded_state.state.digest import state_digest
 
     load_general_plugins()
     _set_torch_accelerator_to_noop()
@@ -50,8 +54,8 @@ def main() -> None:
                 initialize_model_parallel(2, 1)
             return config, get_model(vllm_config=config)
 
-    _, fresh = load(new)
-    result: dict[str, Any] = {"fresh": snapshot(fresh)}
+    config, fresh = load(new)
+    result: dict[str, Any] = {"fresh": snapshot(fresh), "digest": state_digest(fresh, config)}
     del fresh
     config, model = load(old)
     result["before"] = snapshot(model)
@@ -64,7 +68,7 @@ def main() -> None:
         bad[name] = torch.full_like(bad[name], float("nan"))
     result["error"] = _attempt(config, model, bad)
     result["after"] = snapshot(model)
-    result["second error"] = _attempt(config, model, tensors)
+    result["report"] = _attempt(config, model, tensors)
     result["second"] = snapshot(model)
     Path(made).write_text(json.dumps(result))
 

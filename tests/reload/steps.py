@@ -33,7 +33,7 @@ class Step:
     `fill`) to the new thing. add: another name, to a copy of an existing one. again: a name sent twice.
     raise_at: the iterator raises instead of giving tensor number so and so. kernel_format: tensors are
     the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
-    host memory that are left, as the operating system would tell.
+    host memory that are left, as the operating system would tell. options: arguments of ours in the call.
     """
 
     directory: str | None = None
@@ -52,10 +52,13 @@ class Step:
     kernel_format: bool = False
     times: float = 1.0
     mutate: str | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Job:
+    """digest: take the digest of the loaded model. blind: find what may change unseen by it."""
+
     id: str
     model: str
     steps: list[dict[str, Any]]
@@ -63,6 +66,8 @@ class Job:
     mutate: str | None = None
     kernels: bool = True
     register: str | None = None
+    digest: bool = False
+    blind: bool = False
 
 
 def _tensors(step: Step, model: Any) -> dict[str, Any]:
@@ -104,9 +109,12 @@ def _iterator(step: Step, model: Any) -> Iterator[tuple[str, Any]]:
         raise OSError("the trainer went away")
 
 
-def _take(step: Step, model: Any, config: Any) -> None:
+def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | None:
+    """Reload as Worker.reload_weights does; what our call reports, if it is ours."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
+
+    from vllm_sharded_state.reload import call
 
     if step.mutate:
         from tests.zoo.mutations import MUTATIONS
@@ -115,8 +123,9 @@ def _take(step: Step, model: Any, config: Any) -> None:
     weights = None if step.path or step.directory is None else _iterator(step, model)
     if step.kernel_format:
         weights = _iterator(step, model)
-    with set_current_vllm_config(config), _host(step):  # As Worker.reload_weights does.
+    with call.made(**step.options) as made, set_current_vllm_config(config), _host(step):
         inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
+    return made.report
 
 
 @contextlib.contextmanager
@@ -170,12 +179,20 @@ def run(job: Job) -> dict[str, Any]:
 
                 MUTATIONS[job.mutate](model)
             result["before"] = snapshot(model, job.kernels)
+            if job.digest:
+                from vllm_sharded_state.state.digest import state_digest
+
+                result["digest"] = state_digest(model, config)
+            if job.blind:
+                from tests.reload.blind import blind_spots
+
+                result["blind"] = blind_spots(model, config)
             for given in job.steps:
                 step, before = Step(**given), _places(model)
                 name = config.model_config.model
-                error = None
+                error = report = None
                 try:
-                    _take(step, model, config)
+                    report = _take(step, model, config)
                 except Exception as caught:  # noqa: BLE001 - every failure is a result here
                     error = {
                         "type": type(caught).__name__,
@@ -191,6 +208,7 @@ def run(job: Job) -> dict[str, Any]:
                 result["steps"].append(
                     {
                         "error": error,
+                        "report": report,
                         "moved": moved,
                         "meta": meta,
                         "renamed": config.model_config.model != name,

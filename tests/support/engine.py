@@ -27,7 +27,8 @@ PROMPTS = [[1, 5, 17, 200, 33, 9, 121], [7, 3, 99, 14, 14, 60, 181, 245, 2, 77, 
 class Spec:
     """What one engine does, in this order: mutate, generate (or embed), snapshot, save, again, reload.
 
-    `reload` lists checkpoints; after each the prefix cache is emptied and the same is generated again.
+    `reload` lists checkpoints, or arguments of `reload_weights`; after each the prefix cache is emptied
+    and the same is generated again. `digest`: at last, the digest of each rank.
     """
 
     model: str
@@ -41,7 +42,8 @@ class Spec:
     pattern: str | None = None
     max_size: int | None = None
     again: bool = False
-    reload: list[str] = dataclasses.field(default_factory=list)
+    reload: list[Any] = dataclasses.field(default_factory=list)
+    digest: bool = False
 
 
 def _outputs(llm: Any, spec: Spec) -> Any:
@@ -65,15 +67,16 @@ def _outputs(llm: Any, spec: Spec) -> Any:
     ]
 
 
-def _reload(llm: Any, path: str, spec: Spec) -> dict[str, Any]:
-    error = None
+def _reload(llm: Any, given: Any, spec: Spec) -> dict[str, Any]:
+    error = report = None
+    kwargs = given if isinstance(given, dict) else {"weights_path": given}
     try:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        report = llm.collective_rpc("reload_weights", kwargs=kwargs)
     except Exception as caught:  # noqa: BLE001 - every failure is a result here
         error = {"type": type(caught).__name__, "message": str(caught)}
         del caught
     llm.reset_prefix_cache()
-    return {"error": error, "outputs": _outputs(llm, spec)}
+    return {"error": error, "report": report, "outputs": _outputs(llm, spec)}
 
 
 def _snapshot(model: Any) -> dict[str, Any]:
@@ -113,7 +116,10 @@ def run(spec: Spec) -> dict[str, Any]:
             result["save_s"] = round(time.perf_counter() - began, 2)
         if spec.again:
             result["again"] = _outputs(llm, spec)
-        result["reloads"] = [_reload(llm, path, spec) for path in spec.reload]
+        result["reloads"] = [_reload(llm, given, spec) for given in spec.reload]
+        if spec.digest:
+            rpc = "compute_weight_checksums"
+            result["digest"] = llm.collective_rpc(rpc, kwargs={"state": True})
     except Exception as error:  # noqa: BLE001 - every failure is a result here
         result["error"] = {
             "type": type(error).__name__,

@@ -13,6 +13,8 @@ from vllm_sharded_state.patches import (
     sharded_state_load_weights,
     sharded_state_save_model,
     untie_word_embeddings,
+    worker_reload_weights,
+    worker_weight_checksums,
 )
 from vllm_sharded_state.patches.contract import Patch, Status
 
@@ -30,6 +32,8 @@ PATCHES: tuple[Patch, ...] = (
     sharded_state_load_weights.PATCH,
     sharded_state_save_model.PATCH,
     untie_word_embeddings.PATCH,
+    worker_reload_weights.PATCH,
+    worker_weight_checksums.PATCH,
 )
 
 

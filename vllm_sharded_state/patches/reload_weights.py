@@ -40,6 +40,7 @@ def make(original: Function) -> Function:
                 vllm_config, model, weights_iterator, weights_path, is_checkpoint_format
             )
             return
+        inward("reload.call", "refuse_choices")(reason)
         from vllm.logger import init_logger
 
         init_logger("vllm.sharded_state.reload").warning(

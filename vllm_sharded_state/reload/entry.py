@@ -11,17 +11,20 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 
-from vllm_sharded_state import envs
+from vllm_sharded_state.checkpoint.digest import Digest
 from vllm_sharded_state.errors import (
     ReloadBusyError,
     ReloadPeerError,
     ReloadSourceError,
     listed,
 )
+from vllm_sharded_state.state.digest import state_digest
 
 from . import peers
+from .call import running
 from .kernel_format import KernelFormat
-from .transaction import Report, Transaction
+from .report import Report
+from .transaction import Transaction
 
 logger = init_logger("vllm.sharded_state.reload")
 
@@ -45,20 +48,28 @@ def reload_weights(
     `weights_path` is read, or the model's own; `vllm_config.model_config` then names `weights_path`, once
     all is done.
 
+    What the call chooses beside them (`call.Call`) holds, or the environment. Its `report` is what this
+    returns; with digests it has `sent`, of the names and tensors that came, in whatever order (as
+    `vllm_sharded_state.digest` gives it), and what `state_digest` gives of the model that there is now.
+
     Raises:
         ReloadError: one of its kinds; the model holds what it held before, unless
             `VSS_RELOAD_ATOMIC=layer`, when the error tells which layers are new.
     """
     claim(model, "reload_weights")
+    call = running()
     try:
         transaction: Any = None
-        commit, error = None, None
+        commit, error, sent = None, None, None
         try:
             if weights_iterator is None:
                 is_checkpoint_format = True
                 weights_iterator, commit = _from_path(vllm_config, model, weights_path)
             kind: Any = Transaction if is_checkpoint_format else KernelFormat
-            transaction = kind(model, vllm_config, envs.reload_atomic())
+            if call.wants_digest():
+                sent = Digest()
+                weights_iterator = sent.over(weights_iterator)
+            transaction = kind(model, vllm_config, call.wanted_atomic())
             transaction.feed(weights_iterator)
             transaction.complete()
         except BaseException as raised:  # noqa: BLE001 - the other ranks have to know of any
@@ -73,6 +84,9 @@ def reload_weights(
         report: Report = transaction.commit()
         if commit is not None:
             commit()
+        if sent is not None:
+            report.digests = {"sent": sent.hexdigest(), **state_digest(model, vllm_config)}
+        call.report = report.as_dict()
     finally:
         release(model)
     logger.info("Weights reloaded: %s", report)

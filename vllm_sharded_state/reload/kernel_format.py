@@ -15,21 +15,15 @@ from vllm_sharded_state.errors import (
 )
 from vllm_sharded_state.state import boundaries, units
 from vllm_sharded_state.state.compare import describe
+from vllm_sharded_state.state.kernels import same_bits
 from vllm_sharded_state.state.kv_scales import KINDS, KINDS_WITH_HOST_TENSOR
 from vllm_sharded_state.state.units import Unit
 from vllm_sharded_state.state.walk import Kind, Leaf
 
 from .intake import read
-from .transaction import Report
+from .report import Report
 from .undo import UndoLog, require_room
 from .validate import refuse_bad_values
-
-
-def _may_hold(handle: object) -> bool:
-    """Whether native code may hold weights there, rather than a lock or a stream."""
-    known = type(handle).__name__ in boundaries.NATIVE_HANDLES
-    return known or boundaries.may_hold_weights(handle)
-
 
 _SCALES = {f"_{kind}_scale": kind for kind in KINDS}
 
@@ -44,15 +38,23 @@ class KernelFormat:
         self._began = time.perf_counter()
         self._atomic = atomic
         self._undo = UndoLog()
-        self._report = Report()
         self._places: dict[str, tuple[Unit, Leaf]] = {}
         self._opaque: dict[str, str] = {}
         for unit, leaves in units.all_leaves(model):
             for path, leaf in leaves.items():
                 if leaf.is_tensor and leaf.attribute is not None:
                     self._places[path] = (unit, leaf)
-                if leaf.kind is Kind.OPAQUE and unit.processed and _may_hold(leaf.value):
+                if (
+                    leaf.kind is Kind.OPAQUE
+                    and unit.processed
+                    and boundaries.holds_weights(leaf.value)
+                ):
                     self._opaque[unit.name] = path
+        sizes: dict[str, int] = {}
+        for unit, leaf in self._places.values():
+            if leaf.in_state_dict:
+                sizes[unit.name] = sizes.get(unit.name, 0) + leaf.value.nbytes
+        self._report = Report(sizes)
         if atomic == "model":
             require_room(sum(leaf.value.nbytes for _, leaf in self._places.values()))
 
@@ -85,17 +87,13 @@ class KernelFormat:
     def commit(self) -> Report:
         """Let go of the old weights."""
         self._undo.forget()
-        changed = set(self._report.changed)
-        every = {u.name for u, leaf in self._places.values() if leaf.kind is Kind.PARAMETER}
-        self._report.changed = sorted(changed)
-        self._report.untouched = sorted(every - changed)
         self._report.seconds = time.perf_counter() - self._began
         return self._report
 
     def _said(self) -> str:
         if self._atomic == "model":
             return "The engine holds the weights it had before."
-        return f"{len(self._report.changed)} tensors that came before it are new."
+        return f"Tensors that came before it are in place, in {len(self._report.changed)} layers."
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._places:
@@ -114,13 +112,14 @@ class KernelFormat:
         kind = _SCALES.get(leaf.attribute or "")
         if kind is not None:
             refuse_bad_values(tensor, name, zero=False)
+        changed = not same_bits(place, tensor)
         with torch.no_grad():
-            self._undo.keep_tensor(place)
-            place.data.copy_(tensor)
+            if changed:
+                self._undo.keep_tensor(place)
+                place.data.copy_(tensor)
             if kind is not None:
                 self._follow(unit.modules[leaf.owner], kind, float(tensor.max()))
-        self._report.changed.append(unit.name)
-        self._report.nbytes += place.nbytes
+        self._report.note(unit.name, changed)
         if self._atomic == "layer":
             self._undo.forget()
 

@@ -28,7 +28,9 @@ from vllm_sharded_state.errors import (
     ReloadScaleError,
     ReloadUnexpectedError,
 )
+from vllm_sharded_state.state import plain
 from vllm_sharded_state.state.construction import Construction
+from vllm_sharded_state.state.kernels import same_bits
 from vllm_sharded_state.state.kv_scales import KINDS, KINDS_WITH_HOST_TENSOR
 from vllm_sharded_state.state.recording import Recording
 from vllm_sharded_state.state.twin import Twin
@@ -138,9 +140,9 @@ class KvScales:
         return int(config.total_num_heads if kind == "q" else config.total_num_kv_heads)
 
     def place_all(
-        self, recording: Recording, undo: UndoLog, placed: Callable[[str, int], None]
+        self, recording: Recording, undo: UndoLog, placed: Callable[[str, bool], None]
     ) -> None:
-        """Put every scale that was sent in its place; `placed` is told each unit, and its bytes.
+        """Put every scale that was sent in its place; `placed` is told each unit, and if it is new.
 
         Raises:
             ReloadScaleError: upstream's method made something of it that is no scale.
@@ -153,9 +155,7 @@ class KvScales:
             if self._are_random:
                 kinds = set(KINDS)  # the buffers were filled at random too
             if kinds:
-                self._place(unit, kinds, recording, undo)
-                buffers = (getattr(self._live[unit].root, f"_{kind}_scale") for kind in kinds)
-                placed(unit, sum(buffer.nbytes for buffer in buffers))
+                placed(unit, self._place(unit, kinds, recording, undo))
 
     def paths(self, unit: str) -> set[str]:
         """The paths of everything about scales that an attention layer holds, when processed or not."""
@@ -187,31 +187,36 @@ class KvScales:
     def _has(self, unit: str, kind: str) -> bool:
         return (unit, f"{kind}_scale") in self._parameters
 
-    def _place(self, unit: str, kinds: set[str], recording: Recording, undo: UndoLog) -> None:
+    def _place(self, unit: str, kinds: set[str], recording: Recording, undo: UndoLog) -> bool:
         layer = self._process(unit, recording)
         live: Any = self._live[unit].root
+        changed = False
         for kind in sorted(kinds):
             new = getattr(layer, f"_{kind}_scale")
             refuse_bad_values(new, join(unit, f"_{kind}_scale"), zero=False)
-            self._fill(live, unit, f"_{kind}_scale", new, undo)
+            changed |= self._fill(live, unit, f"_{kind}_scale", new, undo)
             value = getattr(layer, f"_{kind}_scale_float")
             if not (isinstance(value, float) and math.isfinite(value) and value > 0):
                 raise ReloadScaleError(f"{unit}._{kind}_scale_float would be {value}.")
+            changed |= not plain.equal(getattr(live, f"_{kind}_scale_float"), value)
             _assign(live, f"_{kind}_scale_float", value, undo)
             if kind in KINDS_WITH_HOST_TENSOR:
                 name = f"_{kind}_scale_cpu"
-                self._fill(live, unit, name, getattr(layer, name), undo)
+                changed |= self._fill(live, unit, name, getattr(layer, name), undo)
         self._forget_baked(live, unit, undo)
+        return changed
 
-    def _fill(self, live: Any, unit: str, name: str, new: torch.Tensor, undo: UndoLog) -> None:
+    def _fill(self, live: Any, unit: str, name: str, new: torch.Tensor, undo: UndoLog) -> bool:
         old = getattr(live, name)
         if old.shape != new.shape or old.dtype != new.dtype:
             raise ReloadInPlaceError(
                 f"{unit}.{name} is {tuple(old.shape)} in the running model and would become "
                 f"{tuple(new.shape)}. Start the engine anew from a checkpoint with these scales."
             )
+        changed = not same_bits(old, new)
         undo.keep_tensor(old)
         old.data.copy_(new)
+        return changed
 
     def _process(self, unit: str, recording: Recording) -> nn.Module:
         """A copy of the attention layer with its new scales, processed by upstream's own method."""

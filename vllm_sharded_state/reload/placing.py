@@ -19,6 +19,9 @@ from vllm_sharded_state.state.walk import Kind, Leaf
 
 from .undo import UndoLog
 
+#: By the place of each tensor that was sent: the path under which it came first, and if it changed.
+Written = dict[tuple[object, ...], tuple[str, bool]]
+
 
 @dataclass
 class Before:
@@ -54,11 +57,6 @@ class Placing:
     assignments: list[tuple[Leaf, Callable[[Any], None], Any]] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are copied."""
-        return sum(tensor.nbytes for _, tensor in self.copies)
-
     def refuse_unfit(self) -> None:
         """Raise `ReloadInPlaceError` when something can't be put where the old state lies."""
         if self.unfit:
@@ -67,23 +65,29 @@ class Placing:
                 "Start the engine anew from a checkpoint that holds the new weights."
             )
 
-    def apply(self, undo: UndoLog, written: dict[tuple[object, ...], str]) -> None:
-        """Make the changes, keeping in `undo` what they overwrite.
+    def apply(self, undo: UndoLog, written: Written) -> bool:
+        """Make the changes, keeping in `undo` what they overwrite; return whether anything is new.
 
-        `written` maps the place of each tensor that this reload wrote to its path: a tensor that two
-        units share takes one content only. Raises `ReloadInPlaceError` for another one.
+        A tensor that is equal to the live one is not copied: told apart at the first difference, that
+        costs nothing where they differ. What native code holds counts as new.
+
+        `written` is what this reload wrote so far: a tensor that two units share takes one content only.
+        Raises `ReloadInPlaceError` for another one.
         """
         self.refuse_unfit()
+        changed = bool(self.assignments)
         with torch.no_grad():
             for leaf, tensor in self.copies:
-                first = written.setdefault(place(leaf.value), leaf.path)
-                if first != leaf.path:
-                    if not same_bits(leaf.value, tensor):
-                        raise ReloadInPlaceError(
-                            f"{first} and {leaf.path} are one tensor in the running model, and were "
-                            "sent with different contents.\nSend one content for both, or start the "
-                            "engine anew from a checkpoint in which they differ."
-                        )
+                equal = same_bits(leaf.value, tensor)
+                first, renewed = written.setdefault(place(leaf.value), (leaf.path, not equal))
+                if first != leaf.path and not equal:
+                    raise ReloadInPlaceError(
+                        f"{first} and {leaf.path} are one tensor in the running model, and were "
+                        "sent with different contents.\nSend one content for both, or start the "
+                        "engine anew from a checkpoint in which they differ."
+                    )
+                changed |= renewed
+                if equal:
                     continue
                 if self._may_exchange(leaf.value, tensor):
                     undo.exchange(leaf.value, tensor)
@@ -93,6 +97,7 @@ class Placing:
         for leaf, assign, value in self.assignments:
             undo.keep_value(assign, leaf.value)
             assign(value)
+        return changed
 
     def _may_exchange(self, live: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether the memory of `new`, which lies beside the model, can take the old bytes.

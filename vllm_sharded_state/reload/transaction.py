@@ -9,7 +9,6 @@ everything.
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -38,26 +37,11 @@ from .handles import Handles
 from .intake import Intake
 from .kv import KvScales
 from .original import Original
-from .placing import plan
+from .placing import Written, plan
+from .report import Report
 from .undo import UndoLog, require_room
 
 logger = init_logger("vllm.sharded_state.reload")
-
-
-@dataclass
-class Report:
-    """What a reload did: `changed` and `untouched` name units, `nbytes` counts what was copied."""
-
-    changed: list[str] = field(default_factory=list)
-    untouched: list[str] = field(default_factory=list)
-    nbytes: int = 0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self.changed)} units with {self.nbytes / 2**20:.1f} MiB are new, "
-            f"{len(self.untouched)} with weights were not sent and stay ({self.seconds:.2f} s)"
-        )
 
 
 class Transaction:
@@ -83,8 +67,7 @@ class Transaction:
         self._scales = KvScales(self._twin, self._live, model, construction)
         self._undo = UndoLog()
         self._handles = Handles(config, self._device)
-        self._written: dict[tuple[object, ...], str] = {}
-        self._report = Report()
+        self._written: Written = {}
         self._done: set[str] = set()
         self._wanted: dict[str, dict[str, torch.Tensor]] = {}
         keys: dict[int, str] = {}
@@ -94,6 +77,7 @@ class Transaction:
             for key, tensor in self._wanted[name].items():
                 keys.setdefault(id(tensor), key)
                 self._units_of.setdefault(id(tensor), []).append(name)
+        self._report = Report(self._sizes())
         parallel = config.parallel_config
         whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
         self._intake = Intake(keys, self._scales, whole)
@@ -137,17 +121,9 @@ class Transaction:
         """Let go of the old weights."""
         self._scales.settle()
         self._scales.log_kept()
-        report = self._report
-        report.changed = sorted(self._done)
-        report.untouched = sorted(
-            name
-            for name in self._wanted
-            if name not in self._done
-            and any(isinstance(tensor, nn.Parameter) for tensor in self._loadable(name).values())
-        )
-        report.seconds = time.perf_counter() - self._began
+        self._report.seconds = time.perf_counter() - self._began
         self._undo.forget()
-        return report
+        return self._report
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         try:
@@ -177,6 +153,16 @@ class Transaction:
         else:
             said = f"These units hold new weights, all others their old ones:\n{listed(new)}"
         error.args = (f"{error}\n{said}",)
+
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of the parameters of each unit that has some; of tied units the first has them."""
+        sizes: dict[str, int] = {}
+        for name, wanted in self._wanted.items():
+            parameters = [t for t in wanted.values() if isinstance(t, nn.Parameter)]
+            own = [t for t in parameters if self._units_of[id(t)][0] == name]
+            if parameters:
+                sizes[name] = sum(t.nbytes for t in own)
+        return sizes
 
     def _loadable(self, name: str) -> dict[str, torch.Tensor]:
         """The source tensors of a unit but for KV scales, by key."""
@@ -255,18 +241,18 @@ class Transaction:
                 built = {path: leaf for path, leaf in built.items() if path not in scales}
                 live = {path: leaf for path, leaf in live.items() if path not in scales}
             placing = plan(name, live, built, before, is_attention)
-            placing.apply(self._undo, self._written)
+            changed = placing.apply(self._undo, self._written)
             if placing.assignments:
                 self._handles.keep_alive(live_unit, built, placing, self._undo)
-            self._placed(name, placing.nbytes)
+            self._placed(name, changed)
             self._builder.discard()
         for tensor in wanted.values():
             if all(name in self._done for name in self._units_of[id(tensor)]):
                 self._recording.forget(tensor)
 
-    def _placed(self, name: str, nbytes: int) -> None:
+    def _placed(self, name: str, changed: bool) -> None:
         self._done.add(name)
-        self._report.nbytes += nbytes
+        self._report.note(name, changed)
         if self._atomic == "layer":
             self._undo.forget()
 
