@@ -65,39 +65,53 @@ class Placing:
                 "Start the engine anew from a checkpoint that holds the new weights."
             )
 
-    def apply(self, undo: UndoLog, written: Written) -> bool:
+    def apply(self, undo: UndoLog, written: Written, keep: bool = True) -> bool:
         """Make the changes, keeping in `undo` what they overwrite; return whether anything is new.
 
         A tensor that is equal to the live one is not copied: told apart at the first difference, that
-        costs nothing where they differ. What native code holds counts as new.
+        costs nothing where they differ. What native code holds counts as new. Without `keep`, old
+        tensors are not kept where there are only tensors to be written: then an interruption ends with
+        all of them written.
 
         `written` is what this reload wrote so far: a tensor that two units share takes one content only.
-        Raises `ReloadInPlaceError` for another one.
+        Raises `ReloadInPlaceError` for another one, before anything is changed.
         """
         self.refuse_unfit()
-        changed = bool(self.assignments)
+        different, changed = self._different(written)
         with torch.no_grad():
-            for leaf, tensor in self.copies:
-                equal = same_bits(leaf.value, tensor)
-                first, renewed = written.setdefault(place(leaf.value), (leaf.path, not equal))
-                if first != leaf.path and not equal:
-                    raise ReloadInPlaceError(
-                        f"{first} and {leaf.path} are one tensor in the running model, and were "
-                        "sent with different contents.\nSend one content for both, or start the "
-                        "engine anew from a checkpoint in which they differ."
-                    )
-                changed |= renewed
-                if equal:
-                    continue
-                if self._may_exchange(leaf.value, tensor):
-                    undo.exchange(leaf.value, tensor)
-                else:
-                    undo.keep_tensor(leaf.value)
-                    leaf.value.data.copy_(tensor)
+            if keep or self.assignments:
+                for live, new in different:
+                    if self._may_exchange(live, new):
+                        undo.exchange(live, new)
+                    else:
+                        undo.keep_tensor(live)
+                        live.data.copy_(new)
+            else:
+                _copy_all(different)
         for leaf, assign, value in self.assignments:
             undo.keep_value(assign, leaf.value)
             assign(value)
-        return changed
+        return changed or bool(self.assignments)
+
+    def _different(self, written: Written) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
+        """The live tensors that have to be written, with what; and whether any is new in this reload."""
+        pending: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        changed = False
+        for leaf, tensor in self.copies:
+            key = place(leaf.value)
+            _, there = pending.get(key, (None, leaf.value))
+            equal = same_bits(there, tensor)
+            first, renewed = written.setdefault(key, (leaf.path, not equal))
+            if first != leaf.path and not equal:
+                raise ReloadInPlaceError(
+                    f"{first} and {leaf.path} are one tensor in the running model, and were sent with "
+                    "different contents.\nSend one content for both, or start the engine anew from a "
+                    "checkpoint in which they differ."
+                )
+            changed |= renewed
+            if not equal:
+                pending[key] = (leaf.value, tensor)
+        return list(pending.values()), changed
 
     def _may_exchange(self, live: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether the memory of `new`, which lies beside the model, can take the old bytes.
@@ -110,6 +124,17 @@ class Placing:
         users = sum(t.untyped_storage()._cdata == storage._cdata for _, t in self.copies)
         whole = storage.nbytes() == new.nbytes and users == 1
         return whole and live.is_contiguous() and new.is_contiguous()
+
+
+def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor to the first; an interruption waits until all are."""
+    try:
+        for live, new in pairs:
+            live.data.copy_(new)
+    except BaseException:
+        for live, new in pairs:
+            live.data.copy_(new)
+        raise
 
 
 def plan(

@@ -241,7 +241,7 @@ class Transaction:
                 built = {path: leaf for path, leaf in built.items() if path not in scales}
                 live = {path: leaf for path, leaf in live.items() if path not in scales}
             placing = plan(name, live, built, before, is_attention)
-            changed = placing.apply(self._undo, self._written)
+            changed = placing.apply(self._undo, self._written, keep=self._atomic == "model")
             if placing.assignments:
                 self._handles.keep_alive(live_unit, built, placing, self._undo)
             self._placed(name, changed)

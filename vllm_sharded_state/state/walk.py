@@ -24,6 +24,8 @@ from . import boundaries, plain
 
 #: A structure nested deeper than this is reported as opaque rather than followed.
 MAX_DEPTH = 64
+#: Values that are one leaf, and that somebody may change later.
+_CHANGE_IN_PLACE = (set, bytearray)
 
 
 class Kind(StrEnum):
@@ -151,7 +153,8 @@ class _Visitor:
             yield self._leaf(path, kind, value if shared is None else shared, None)
             return
         if plain.is_plain(value):
-            yield self._leaf(path, Kind.VALUE, copy.copy(value), assign)  # sets change in place
+            held = copy.copy(value) if isinstance(value, _CHANGE_IN_PLACE) else value
+            yield self._leaf(path, Kind.VALUE, held, assign)
             return
         if isinstance(value, boundaries.CHOICES):
             yield self._named(path, value)
