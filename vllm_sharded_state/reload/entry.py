@@ -19,7 +19,7 @@ from vllm_sharded_state.errors import (
     listed,
 )
 
-from . import peers
+from . import lost, peers
 from .kernel_format import KernelFormat
 from .transaction import Report, Transaction
 
@@ -58,7 +58,9 @@ def reload_weights(
                 is_checkpoint_format = True
                 weights_iterator, commit = _from_path(vllm_config, model, weights_path)
             kind: Any = Transaction if is_checkpoint_format else KernelFormat
-            transaction = kind(model, vllm_config, envs.reload_atomic())
+            # Of weights that are lost there is nothing to keep.
+            atomic = "layer" if lost.is_lost(model) else envs.reload_atomic()
+            transaction = kind(model, vllm_config, atomic)
             transaction.feed(weights_iterator)
             transaction.complete()
         except BaseException as raised:  # noqa: BLE001 - the other ranks have to know of any
