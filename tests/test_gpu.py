@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.reload.checkpoints import updated
+from tests.reload.script import Script, run_scripts
 from tests.support.engine import Spec, run_engine
 from tests.support.engine_lab import explain
 from tests.support.lab import WITH_OURS, Zoo, without_ours
+from tests.zoo.checkpoint import Checkpoint
 from tests.zoo.kinds import KINDS, PACKED
 
 pytestmark = [
@@ -48,3 +52,43 @@ def test_an_engine_comes_back(zoo: Zoo, tmp_path: Path, kind: str, layout: str) 
     if first["outputs"] == second["outputs"]:
         assert saving["outputs"] == saving["again"] == first["outputs"]
         assert loading["outputs"] == first["outputs"]
+
+
+def test_a_reload_after_sleep_level_2(zoo: Zoo, tmp_path: Path) -> None:
+    """Weights are thrown away: a part of the model is refused, and all of it is as a fresh start."""
+    kind = KINDS["llama-kv"]
+    old, new = str(zoo.path("llama-kv")), updated(kind.build())
+    part = {k: t for k, t in new.tensors.items() if "layers.1.input_layernorm" not in k}
+    whole = str(new.write(tmp_path / "new"))
+    broken = str(Checkpoint(new.config, part).write(tmp_path / "part"))
+    engine = dict(kind.engine) | {"enable_sleep_mode": True}
+
+    def call(method: str, **arguments: Any) -> tuple[str, dict[str, Any]]:
+        return "call", {"method": method, **arguments}
+
+    steps = [
+        ("generate", {}),
+        call("sleep", level=2),
+        ("rpc", {"weights_path": whole}),
+        call("wake_up", tags=["weights"]),
+        ("rpc", {"weights_path": broken}),
+        ("rpc", {"weights_path": whole}),
+        call("wake_up"),
+        ("generate", {}),
+    ]
+    made = run_scripts(
+        PACKED,
+        {
+            "ours": Script(old, engine, steps),
+            "stock": Script(whole, engine, steps[:1]),
+            "stock again": Script(whole, engine, steps[:1]),
+        },
+    )
+    asleep, missing, good = (made["ours"][number]["error"] for number in (2, 4, 5))
+    assert asleep["type"] == "ReloadAsleepError"
+    assert "model.layers.1.input_layernorm.weight" in missing["message"]
+    assert "there is nothing to generate with" in missing["message"]
+    assert good is None
+    assert all(made["ours"][number]["error"] is None for number in (1, 3, 6))
+    if made["stock"] == made["stock again"]:
+        assert made["ours"][-1] == made["stock"][0]

@@ -5,6 +5,7 @@
 | `VSS_LAYOUT` | `auto` (default), `runtime`, `source` | layout to save, unless the engine says |
 | `VSS_RELOAD_ATOMIC` | `model` (default), `layer` | what can be taken back after an error in a reload |
 | `VSS_RELOAD_DIGEST` | `0` (default), `1` | whether a reload says what it got and what there is then |
+| `VSS_RELOAD_KV_CACHE` | `clear` (default), `keep` | KV blocks of the old weights, unless the call says |
 | `VSS_DISABLE_PATCHES` | patch names joined by commas, or `all` | changes to vLLM to leave out |
 | `VSS_ALLOW_UNSUPPORTED_VLLM` | `0` (default), `1` | patch untested versions of vLLM too |
 
@@ -18,6 +19,7 @@ from collections.abc import Collection
 from vllm_sharded_state.errors import OptionError
 
 RELOAD_ATOMIC = ("model", "layer")
+RELOAD_KV_CACHE = ("clear", "keep")
 LAYOUTS = ("auto", "runtime", "source")
 ALL_PATCHES = "all"
 
@@ -56,6 +58,15 @@ def reload_digest() -> bool:
         OptionError: the variable holds neither `0` nor `1`.
     """
     return _choice("VSS_RELOAD_DIGEST", ("0", "1"), "0") == "1"
+
+
+def reload_kv_cache() -> str:
+    """Return `VSS_RELOAD_KV_CACHE`: `clear` or `keep`.
+
+    Raises:
+        OptionError: the variable holds anything else.
+    """
+    return _choice("VSS_RELOAD_KV_CACHE", RELOAD_KV_CACHE, "clear")
 
 
 def allow_unsupported_vllm() -> bool:

@@ -85,7 +85,12 @@ class RestoreError(ShardedStateError):
 
 
 class ReloadError(ShardedStateError):
-    """New weights were not taken into the running model; the subclasses tell why."""
+    """New weights were not taken into the running model; the subclasses tell why.
+
+    changed: whether it holds other weights now than before nevertheless.
+    """
+
+    changed = False
 
 
 class ReloadArgumentError(ReloadError, TypeError):
@@ -121,7 +126,15 @@ class ReloadRoomError(ReloadError):
 
 
 class ReloadBusyError(ReloadError):
-    """Another reload of the same model is under way."""
+    """Another reload of the same model is under way, or the engine can't stop its steps for one."""
+
+
+class ReloadAsleepError(ReloadError):
+    """The engine sleeps: there is no memory to put new weights into."""
+
+
+class ReloadCacheError(ReloadError):
+    """KV blocks that were computed with the old weights can't be cleared."""
 
 
 class ReloadPeerError(ReloadError):
@@ -130,3 +143,5 @@ class ReloadPeerError(ReloadError):
 
 class ReloadBrokenError(ReloadError):
     """The old weights could not be put back; the engine has to be started anew."""
+
+    changed = True

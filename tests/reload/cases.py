@@ -206,6 +206,20 @@ NO_ROOM = case(
     way=TENSORS,
 )
 
+LOST = case(
+    "lost",
+    "llama-kv",
+    {"lose": [], "drop": r"layers\.0\.input_layernorm"},
+    {"only": r"_scale$"},
+    {"kernel_format": True, "only": "norm"},
+    {"raise_at": 9},
+    GOOD,
+    {"raise_at": 9},
+    way=TENSORS,
+)
+SAVED = "model.embed_tokens.weight"
+LOST_BUT_ONE = case("lost but one", "llama-kv", {"lose": [SAVED], "drop": "embed"}, way=TENSORS)
+
 _RANDOM = {"load_format": "dummy"}
 #: Without a checkpoint of its own to compare with, a model is no less strict.
 COLLECTS = case("collects", "bert", GOOD, engine=_RANDOM | dict(KINDS["bert"].engine))

@@ -34,6 +34,7 @@ class Step:
     raise_at: the iterator raises instead of giving tensor number so and so. kernel_format: tensors are
     the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
     host memory that are left, as the operating system would tell. options: arguments of ours in the call.
+    lose: before it, every parameter but those named becomes NaN, as if `sleep(level=2)` had lost it.
     """
 
     directory: str | None = None
@@ -53,6 +54,7 @@ class Step:
     times: float = 1.0
     mutate: str | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lose: list[str] | None = None
 
 
 @dataclasses.dataclass
@@ -120,12 +122,24 @@ def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | None:
         from tests.zoo.mutations import MUTATIONS
 
         MUTATIONS[step.mutate](model)
+    if step.lose is not None:
+        _lose(model, step.lose)
     weights = None if step.path or step.directory is None else _iterator(step, model)
     if step.kernel_format:
         weights = _iterator(step, model)
     with call.made(**step.options) as made, set_current_vllm_config(config), _host(step):
         inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
     return made.report
+
+
+def _lose(model: Any, saved: list[str]) -> None:
+    """What a CUDA worker and `reload.lost` do for `sleep(level=2)` and `wake_up`."""
+    from vllm_sharded_state.reload import lost
+
+    for name, parameter in model.named_parameters():
+        if name not in saved:
+            parameter.data.fill_(float("nan"))
+    lost.lose(model, saved)
 
 
 @contextlib.contextmanager

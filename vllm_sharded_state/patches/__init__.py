@@ -3,6 +3,8 @@
 from vllm_sharded_state import envs
 from vllm_sharded_state.patches import (
     compressed_tensors_kv_pre_processed,
+    engine_collective_rpc,
+    executor_sleep,
     kv_cache_pre_processed,
     kv_cache_scale_dtype,
     layerwise_any_loader,
@@ -27,6 +29,8 @@ PATCHES: tuple[Patch, ...] = (
     layerwise_any_loader.PATCH,
     remember_construction.PATCH,
     reload_weights.PATCH,
+    engine_collective_rpc.PATCH,
+    executor_sleep.PATCH,
     sharded_state_init.PATCH,
     sharded_state_load_model.PATCH,
     sharded_state_load_weights.PATCH,

@@ -20,7 +20,7 @@ from vllm_sharded_state.errors import (
 )
 from vllm_sharded_state.state.digest import state_digest
 
-from . import peers
+from . import lost, peers
 from .call import running
 from .kernel_format import KernelFormat
 from .report import Report
@@ -69,7 +69,9 @@ def reload_weights(
             if call.wants_digest():
                 sent = Digest()
                 weights_iterator = sent.over(weights_iterator)
-            transaction = kind(model, vllm_config, call.wanted_atomic())
+            # Of weights that are lost there is nothing to keep.
+            atomic = "layer" if lost.is_lost(model) else call.wanted_atomic()
+            transaction = kind(model, vllm_config, atomic)
             transaction.feed(weights_iterator)
             transaction.complete()
         except BaseException as raised:  # noqa: BLE001 - the other ranks have to know of any

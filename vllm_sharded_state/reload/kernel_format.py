@@ -20,6 +20,7 @@ from vllm_sharded_state.state.kv_scales import KINDS, KINDS_WITH_HOST_TENSOR
 from vllm_sharded_state.state.units import Unit
 from vllm_sharded_state.state.walk import Kind, Leaf
 
+from . import lost
 from .intake import read
 from .report import Report
 from .undo import UndoLog, require_room
@@ -36,8 +37,10 @@ class KernelFormat:
 
     def __init__(self, model: nn.Module, vllm_config: Any, atomic: str = "model") -> None:
         self._began = time.perf_counter()
+        self._model = model
         self._atomic = atomic
         self._undo = UndoLog()
+        self._sent: set[str] = set()
         self._places: dict[str, tuple[Unit, Leaf]] = {}
         self._opaque: dict[str, str] = {}
         for unit, leaves in units.all_leaves(model):
@@ -60,19 +63,26 @@ class KernelFormat:
 
     def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each tensor in its place. Raises `ReloadError`, undone."""
-        seen: set[str] = set()
         try:
             for name, tensor in read(weights):
-                if name in seen:
+                if name in self._sent:
                     raise ReloadUnexpectedError(f"{name} was sent twice.")
-                seen.add(name)
+                self._sent.add(name)
                 self._copy(name, tensor)
         except BaseException as error:
             self._fail(error)
             raise
 
     def complete(self) -> None:
-        """Nothing is left to do: each tensor is whole by itself."""
+        """Each tensor is whole by itself; after `sleep(level=2)` all have to come.
+
+        Raises `ReloadError`, undone.
+        """
+        unsent = [leaf for path, (_, leaf) in self._places.items() if path not in self._sent]
+        try:
+            lost.refuse_unsent(self._model, unsent)
+        except ReloadError as error:
+            self.take_back(error)
 
     def take_back(self, error: ReloadError) -> NoReturn:
         """Undo everything for a reason of the caller's, and raise `error`."""
@@ -82,15 +92,19 @@ class KernelFormat:
     def _fail(self, error: BaseException) -> None:
         self._undo.roll_back()
         if isinstance(error, ReloadError):
+            error.changed = self._atomic == "layer" and bool(self._report.changed)
             error.args = (f"{error}\n{self._said()}",)
 
     def commit(self) -> Report:
         """Let go of the old weights."""
         self._undo.forget()
+        lost.found(self._model)
         self._report.seconds = time.perf_counter() - self._began
         return self._report
 
     def _said(self) -> str:
+        if lost.is_lost(self._model):
+            return lost.SAID
         if self._atomic == "model":
             return "The engine holds the weights it had before."
         return f"Tensors that came before it are in place, in {len(self._report.changed)} layers."

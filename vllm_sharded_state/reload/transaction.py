@@ -32,6 +32,7 @@ from vllm_sharded_state.state.recording import Recording
 from vllm_sharded_state.state.twin import Twin, source_parameters
 from vllm_sharded_state.state.units import Unit
 
+from . import lost
 from .building import Builder
 from .handles import Handles
 from .intake import Intake
@@ -57,6 +58,7 @@ class Transaction:
         construction = recall(model) or Construction(vllm_config)
         config = vllm_config
         self._began = time.perf_counter()
+        self._model = model
         self._atomic = atomic
         self._device = torch.device(config.load_config.device or config.device_config.device)
         self._live: dict[str, Unit] = {unit.name: unit for unit in units.split(model)}
@@ -108,6 +110,7 @@ class Transaction:
             self._place_rest()
             self._scales.place_all(self._recording, self._undo, self._placed)
             self._refuse_late()
+            lost.refuse_units_unsent(self._model, self._done)
         except BaseException as error:
             self._fail(error)
             raise
@@ -123,6 +126,7 @@ class Transaction:
         self._scales.log_kept()
         self._report.seconds = time.perf_counter() - self._began
         self._undo.forget()
+        lost.found(self._model)
         return self._report
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -148,7 +152,10 @@ class Transaction:
         self._undo.roll_back()
         if not isinstance(error, ReloadError):
             return
-        if self._atomic == "model" or not new:
+        error.changed = self._atomic == "layer" and bool(new)
+        if lost.is_lost(self._model):
+            said = lost.SAID
+        elif not error.changed:
             said = "The engine holds the weights it had before."
         else:
             said = f"These units hold new weights, all others their old ones:\n{listed(new)}"
