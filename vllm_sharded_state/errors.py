@@ -88,6 +88,10 @@ class ReloadError(ShardedStateError):
     """New weights were not taken into the running model; the subclasses tell why."""
 
 
+class ReloadUnsupportedError(ReloadError):
+    """This engine can't take new weights while it runs; nothing was read."""
+
+
 class ReloadSourceError(ReloadError):
     """The new weights could not be read: their iterator failed, or their path leads nowhere."""
 

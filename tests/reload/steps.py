@@ -20,8 +20,10 @@ from collections.abc import Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+from tests.reload.states import STATES  # noqa: E402
 from tests.support.batch import check_way  # noqa: E402
 from tests.support.model_level import loaded  # noqa: E402
+from tests.support.places import moved, places  # noqa: E402
 from tests.support.process import run_whole, serve  # noqa: E402
 
 
@@ -33,7 +35,7 @@ class Step:
     `fill`) to the new thing. add: another name, to a copy of an existing one. again: a name sent twice.
     raise_at: the iterator raises instead of giving tensor number so and so. kernel_format: tensors are
     the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
-    host memory that are left, as the operating system would tell.
+    host memory that are left, as the operating system would tell. state: one of `tests.reload.states`.
     """
 
     directory: str | None = None
@@ -52,6 +54,7 @@ class Step:
     kernel_format: bool = False
     times: float = 1.0
     mutate: str | None = None
+    state: str | None = None
 
 
 @dataclasses.dataclass
@@ -115,7 +118,8 @@ def _take(step: Step, model: Any, config: Any) -> None:
     weights = None if step.path or step.directory is None else _iterator(step, model)
     if step.kernel_format:
         weights = _iterator(step, model)
-    with set_current_vllm_config(config), _host(step):  # As Worker.reload_weights does.
+    state = STATES[step.state](config) if step.state else contextlib.nullcontext()
+    with set_current_vllm_config(config), _host(step), state:  # As Worker.reload_weights does.
         inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
 
 
@@ -136,23 +140,6 @@ def _host(step: Step) -> Iterator[None]:
         del os.environ["VSS_RELOAD_ATOMIC"]
 
 
-def _places(model: Any) -> dict[str, Any]:
-    """Address, shape, stride and dtype of every tensor that a snapshot sees."""
-    from tests.support import snapshot
-
-    class Walk(snapshot._Walk):
-        def _tensor(self, path: str, tensor: Any) -> None:
-            if tensor.numel() and not tensor.is_meta:
-                form = [list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
-                self.tensors[path] = [tensor.data_ptr(), *form]
-            else:
-                self.tensors[path] = "meta" if tensor.is_meta else "empty"
-
-    walk = Walk()
-    walk.model(model)
-    return walk.tensors
-
-
 def run(job: Job) -> dict[str, Any]:
     """`before`: the snapshot of the loaded model; `steps`: error, snapshot, and places that moved."""
     from tests.support.snapshot import snapshot
@@ -171,7 +158,7 @@ def run(job: Job) -> dict[str, Any]:
                 MUTATIONS[job.mutate](model)
             result["before"] = snapshot(model, job.kernels)
             for given in job.steps:
-                step, before = Step(**given), _places(model)
+                step, before = Step(**given), places(model)
                 name = config.model_config.model
                 error = None
                 try:
@@ -183,15 +170,12 @@ def run(job: Job) -> dict[str, Any]:
                         "traceback": traceback.format_exc(),
                     }
                     del caught
-                after = _places(model)
-                moved = sorted(
-                    k for k in before.keys() | after.keys() if before.get(k) != after.get(k)
-                )
+                after = places(model)
                 meta = sorted(k for k, v in after.items() if v == "meta")
                 result["steps"].append(
                     {
                         "error": error,
-                        "moved": moved,
+                        "moved": moved(before, after),
                         "meta": meta,
                         "renamed": config.model_config.model != name,
                         "snapshot": None if meta else snapshot(model, job.kernels),

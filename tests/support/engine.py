@@ -17,6 +17,7 @@ from typing import Any  # noqa: E402
 
 from tests.support.batch import check_way  # noqa: E402
 from tests.support.model_level import COMMON  # noqa: E402
+from tests.support.places import moved, places  # noqa: E402
 from tests.support.process import run_whole, serve  # noqa: E402
 
 #: Token ids below every vocabulary of the zoo. Two lengths that share no prefix.
@@ -27,7 +28,9 @@ PROMPTS = [[1, 5, 17, 200, 33, 9, 121], [7, 3, 99, 14, 14, 60, 181, 245, 2, 77, 
 class Spec:
     """What one engine does, in this order: mutate, generate (or embed), snapshot, save, again, reload.
 
-    `reload` lists checkpoints; after each the prefix cache is emptied and the same is generated again.
+    `reload` lists checkpoints; after each the prefix cache is emptied, the same is generated again, and
+    the tensors that lie elsewhere then are listed. `adapter` is a LoRA adapter to generate with; with
+    `draft` the draft model is looked at in the end.
     """
 
     model: str
@@ -42,6 +45,8 @@ class Spec:
     max_size: int | None = None
     again: bool = False
     reload: list[str] = dataclasses.field(default_factory=list)
+    adapter: str | None = None
+    draft: bool = False
 
 
 def _outputs(llm: Any, spec: Spec) -> Any:
@@ -61,19 +66,30 @@ def _outputs(llm: Any, spec: Spec) -> Any:
                 for step in done.outputs[0].logprobs
             ],
         }
-        for done in llm.generate(prompts, greedy, use_tqdm=False)
+        for done in llm.generate(prompts, greedy, use_tqdm=False, lora_request=_adapter(spec))
     ]
+
+
+def _adapter(spec: Spec) -> Any:
+    if spec.adapter is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, spec.adapter)
 
 
 def _reload(llm: Any, path: str, spec: Spec) -> dict[str, Any]:
     error = None
+    (before,) = llm.apply_model(places)
     try:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
     except Exception as caught:  # noqa: BLE001 - every failure is a result here
         error = {"type": type(caught).__name__, "message": str(caught)}
         del caught
     llm.reset_prefix_cache()
-    return {"error": error, "outputs": _outputs(llm, spec)}
+    outputs = _outputs(llm, spec)
+    (after,) = llm.apply_model(places)
+    return {"error": error, "outputs": outputs, "moved": moved(before, after)}
 
 
 def _snapshot(model: Any) -> dict[str, Any]:
@@ -81,6 +97,12 @@ def _snapshot(model: Any) -> dict[str, Any]:
 
     check_way(model)
     return snapshot(model)
+
+
+def _draft(worker: Any) -> dict[str, Any]:
+    from tests.support.snapshot import snapshot
+
+    return snapshot(worker.model_runner.drafter.model)
 
 
 def _mutate(name: str) -> Any:
@@ -114,6 +136,8 @@ def run(spec: Spec) -> dict[str, Any]:
         if spec.again:
             result["again"] = _outputs(llm, spec)
         result["reloads"] = [_reload(llm, path, spec) for path in spec.reload]
+        if spec.draft:
+            (result["draft"],) = llm.collective_rpc(_draft)
     except Exception as error:  # noqa: BLE001 - every failure is a result here
         result["error"] = {
             "type": type(error).__name__,

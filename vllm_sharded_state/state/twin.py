@@ -85,11 +85,11 @@ def _expert_maps_on(device: torch.device) -> Iterator[None]:
         with device:
             original(self, *args, **kwargs)
 
-    ExpertMapManager.__init__ = init  # type: ignore[method-assign]
+    ExpertMapManager.__init__ = init
     try:
         yield
     finally:
-        ExpertMapManager.__init__ = original  # type: ignore[method-assign]
+        ExpertMapManager.__init__ = original
 
 
 class Twin:
