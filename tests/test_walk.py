@@ -189,6 +189,15 @@ def test_forms_that_differ_are_named_with_both():
     assert "(1,) bfloat16" in reason
 
 
+def test_what_the_compiler_notes_on_tensors_is_no_state():
+    module = nn.Linear(3, 3)
+    before = leaves(module)
+    with torch.no_grad():
+        torch.compile(module.forward, backend="eager")(torch.ones(1, 3))
+    assert any(name.startswith("_dynamo_") for name in vars(module.weight))
+    assert leaves(module).keys() == before.keys()
+
+
 def test_a_module_under_two_names_is_one_unit():
     model = nn.Module()
     model.first = nn.Linear(2, 2)

@@ -97,6 +97,10 @@ class ReloadArgumentError(ReloadError, TypeError):
     """`reload_weights` was called with an argument that it does not have, or can't follow here."""
 
 
+class ReloadUnsupportedError(ReloadError):
+    """This engine can't take new weights while it runs; nothing was read."""
+
+
 class ReloadSourceError(ReloadError):
     """The new weights could not be read: their iterator failed, or their path leads nowhere."""
 

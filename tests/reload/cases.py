@@ -6,6 +6,7 @@ A name that begins with `stock ` runs without our plugin too, to show the fault.
 from collections.abc import Callable
 from typing import Any
 
+from tests.reload.kinds import MORE
 from tests.reload.lab import ReloadLab
 from tests.reload.steps import Job
 from tests.zoo.kinds import KINDS, PACKED, REFERENCE, TENSORS
@@ -60,6 +61,8 @@ _DEFAULT = {
         "llama-lora",
         "mixtral",
         "deepseek-v2",
+        "llama-online",
+        "paligemma",
     },
     TENSORS: {"llama", "llama-kv", "gpt-oss", "bert"},
     REFERENCE: set(),
@@ -72,7 +75,7 @@ UPDATES = [
         case(f"update {kind.name} {way}", kind.name, WITH_DIGEST, {"directory": "old"}, way=way),
         kind.name in _DEFAULT[way],
     )
-    for kind in KINDS.values()
+    for kind in (*KINDS.values(), MORE["llama-online"], MORE["paligemma"])
     for way in kind.layouts
 ]
 
@@ -163,7 +166,19 @@ FAULTS = [
 #: Positions at which the iterator raises: before the first tensor, after the last, and between.
 POSITIONS = (0, 1, 5, 14, 20, 21)
 RAISES = case("raises", "llama-kv-head", *({"raise_at": number} for number in POSITIONS), GOOD)
-TEN = case("ten", "llama-kv", *({"directory": d} for d in ["new", "old"] * 5))
+#: Ten updates, there and back: packed, quantized, latent attention, experts, LoRA, in tensors.
+TEN = [
+    case(f"ten {kind} {way}", kind, *({"directory": d} for d in ["new", "old"] * 5), way=way)
+    for kind, way in [
+        ("llama-kv", PACKED),
+        ("llama-w8a8-kv", PACKED),
+        ("deepseek-v2", PACKED),
+        ("llama-lora", PACKED),
+        ("llama-kv", TENSORS),
+        ("mixtral", TENSORS),
+        ("deepseek-v2", TENSORS),
+    ]
+]
 SCALES_ALONE = case("scales alone", "llama-w8a8-kv", {"only": r"_scale$", "drop": "weight_scale"})
 ONE_LAYER = case("one layer", "llama", {"only": r"layers\.1\.mlp\.(gate|up)_proj"}, way=TENSORS)
 FROM_PATH = case("from path", "llama-w8a8-kv", {"path": "new"})
@@ -231,3 +246,37 @@ RANDOM_FAULTS = case(
     GOOD,
     engine=_RANDOM,
 )
+
+#: States in which nothing may be read: the iterator raises as soon as it is asked.
+REFUSED_STATES = [
+    case(f"state {state}", "llama", {"state": state, "raise_at": 0}, GOOD)
+    for state in ("eplb", "offloaded", "frozen")
+]
+NOTHING_TO_OFFLOAD = case("state nothing", "llama", {"state": "nothing to offload"})
+HOOK = case("stock hook", "llama-hook", GOOD, way=TENSORS)
+COMPUTES = case("stock computes", "llama-computes", GOOD, way=TENSORS)
+
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+#: A head tied by the configuration; both names sent, equal and not; the head alone.
+TIED = case(
+    "tied",
+    "llama-tied",
+    {"add": {_HEAD: _EMBED}, "fill": {_HEAD: 0.5}},
+    {"add": {_HEAD: _EMBED}, "only": _HEAD},
+    {"add": {_HEAD: _EMBED}},
+)
+#: A head that upstream ties after loading: both names sent, equal and not; either alone.
+RETIED = [
+    case(
+        f"retied {way}",
+        "llama-retied",
+        {"fill": {_HEAD: 0.5}},
+        {"only": _HEAD},
+        GOOD,
+        {"directory": "old"},
+        {"drop": _HEAD},
+        way=way,
+    )
+    for way in (PACKED, TENSORS)
+]
+UNTIED = case("untied", "llama-untied", GOOD, {"directory": "old"})

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from tests.reload.checkpoints import updated
+from tests.reload.kinds import ALL, REGISTERED, new
 from tests.reload.steps import Job, run_steps
 from tests.support.lab import WITH_OURS, without_ours
 from tests.zoo import decoders
 from tests.zoo import quantize as q
 from tests.zoo.checkpoint import Checkpoint
-from tests.zoo.kinds import KINDS
 
 #: A scale that float32 holds and bfloat16 does not.
 EXACT = 0.0123
@@ -36,10 +35,10 @@ class ReloadLab:
         self._jobs, self._kinds = jobs, kinds
 
     def old(self, kind: str) -> Path:
-        return self._written(f"{kind}.old", lambda: KINDS[kind].build())
+        return self._written(f"{kind}.old", lambda: ALL[kind].build())
 
     def new(self, kind: str) -> Path:
-        return self._written(f"{kind}.new", lambda: updated(KINDS[kind].build()))
+        return self._written(f"{kind}.new", lambda: new(kind))
 
     def exact(self) -> Path:
         return self._written("exact", exact_scales)
@@ -48,7 +47,7 @@ class ReloadLab:
         """The new checkpoint, of which one file ends in the middle."""
         path = self.root / f"{kind}.truncated"
         if not path.exists():
-            updated(KINDS[kind].build()).write(path)
+            new(kind).write(path)
             last = sorted(path.glob("*.safetensors"))[-1]
             last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
         return path
@@ -63,8 +62,9 @@ class ReloadLab:
         settings: dict[str, Any] = {
             "id": name,
             "model": str(self.old(kind)),
-            "engine": dict(KINDS[kind].engine),
-            "mutate": KINDS[kind].mutate,
+            "engine": dict(ALL[kind].engine),
+            "mutate": ALL[kind].mutate,
+            "register": REGISTERED.get(kind),
             "steps": list(steps),
         }
         return Job(**(settings | more))

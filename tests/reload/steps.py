@@ -20,8 +20,10 @@ from collections.abc import Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+from tests.reload.states import STATES  # noqa: E402
 from tests.support.batch import check_way  # noqa: E402
 from tests.support.model_level import loaded  # noqa: E402
+from tests.support.places import moved, places  # noqa: E402
 from tests.support.process import run_whole, serve  # noqa: E402
 
 
@@ -35,6 +37,7 @@ class Step:
     the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
     host memory that are left, as the operating system would tell. options: arguments of ours in the call.
     lose: before it, every parameter but those named becomes NaN, as if `sleep(level=2)` had lost it.
+    state: one of `tests.reload.states`.
     """
 
     directory: str | None = None
@@ -55,6 +58,7 @@ class Step:
     mutate: str | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     lose: list[str] | None = None
+    state: str | None = None
 
 
 @dataclasses.dataclass
@@ -127,7 +131,9 @@ def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | None:
     weights = None if step.path or step.directory is None else _iterator(step, model)
     if step.kernel_format:
         weights = _iterator(step, model)
-    with call.made(**step.options) as made, set_current_vllm_config(config), _host(step):
+    state = STATES[step.state](config) if step.state else contextlib.nullcontext()
+    worker = set_current_vllm_config(config)  # As Worker.reload_weights does.
+    with call.made(**step.options) as made, worker, _host(step), state:
         inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
     return made.report
 
@@ -159,23 +165,6 @@ def _host(step: Step) -> Iterator[None]:
         del os.environ["VSS_RELOAD_ATOMIC"]
 
 
-def _places(model: Any) -> dict[str, Any]:
-    """Address, shape, stride and dtype of every tensor that a snapshot sees."""
-    from tests.support import snapshot
-
-    class Walk(snapshot._Walk):
-        def _tensor(self, path: str, tensor: Any) -> None:
-            if tensor.numel() and not tensor.is_meta:
-                form = [list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
-                self.tensors[path] = [tensor.data_ptr(), *form]
-            else:
-                self.tensors[path] = "meta" if tensor.is_meta else "empty"
-
-    walk = Walk()
-    walk.model(model)
-    return walk.tensors
-
-
 def run(job: Job) -> dict[str, Any]:
     """`before`: the snapshot of the loaded model; `steps`: error, snapshot, and places that moved."""
     from tests.support.snapshot import snapshot
@@ -202,7 +191,7 @@ def run(job: Job) -> dict[str, Any]:
 
                 result["blind"] = blind_spots(model, config)
             for given in job.steps:
-                step, before = Step(**given), _places(model)
+                step, before = Step(**given), places(model)
                 name = config.model_config.model
                 error = report = None
                 try:
@@ -214,16 +203,13 @@ def run(job: Job) -> dict[str, Any]:
                         "traceback": traceback.format_exc(),
                     }
                     del caught
-                after = _places(model)
-                moved = sorted(
-                    k for k in before.keys() | after.keys() if before.get(k) != after.get(k)
-                )
+                after = places(model)
                 meta = sorted(k for k, v in after.items() if v == "meta")
                 result["steps"].append(
                     {
                         "error": error,
                         "report": report,
-                        "moved": moved,
+                        "moved": moved(before, after),
                         "meta": meta,
                         "renamed": config.model_config.model != name,
                         "snapshot": None if meta else snapshot(model, job.kernels),

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,25 @@ from vllm_sharded_state import digest
 pytestmark = pytest.mark.engine
 
 
-def test_a_rank_that_fails_while_the_other_succeeds(tmp_path: Path) -> None:
-    kind = KINDS["llama-kv-head"]
+_EXPERTS = {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "bad", "error"),
+    [
+        ("llama-kv-head", {}, "model.layers.1.self_attn.v_scale", "ReloadScaleError"),
+        # Each rank holds other experts, by an expert map.
+        ("mixtral", _EXPERTS, "model.layers.1.input_layernorm.weight", "ReloadMismatchError"),
+        ("qwen3-moe", _EXPERTS, "model.layers.1.mlp.gate.weight", "ReloadMismatchError"),
+    ],
+)
+def test_a_rank_that_fails_while_the_other_succeeds(
+    tmp_path: Path, name: str, engine: dict[str, Any], bad: str, error: str
+) -> None:
+    kind = KINDS[name]
     old, new = kind.build().write(tmp_path / "old"), updated(kind.build()).write(tmp_path / "new")
-    common = [str(tmp_path / "meeting"), str(old), str(new)]
+    settings = json.dumps(dict(kind.engine) | engine)
+    common = [str(tmp_path / "meeting"), str(old), str(new), settings, bad]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.reload.ranks", str(rank), *common, str(tmp_path / name)],
@@ -40,8 +56,8 @@ def test_a_rank_that_fails_while_the_other_succeeds(tmp_path: Path) -> None:
     ranks = [json.loads((tmp_path / name).read_text()) for name in ("0.json", "1.json")]
 
     assert ranks[0]["error"].startswith("ReloadPeerError")
-    assert "rank 1: ReloadScaleError: model.layers.1.self_attn.v_scale" in ranks[0]["error"]
-    assert ranks[1]["error"].startswith("ReloadScaleError")
+    assert f"rank 1: {error}: {bad}" in ranks[0]["error"]
+    assert ranks[1]["error"].startswith(error)
     for rank in ranks:
         assert differences(rank["after"], rank["before"]) == []
         assert isinstance(rank["report"], dict), rank["report"]

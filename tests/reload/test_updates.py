@@ -34,13 +34,16 @@ def test_an_update_gives_what_a_cold_load_gives_in_place(reload_lab: Labs, job: 
     assert differences(back["snapshot"], result["before"]) == []
 
 
-@pytest.mark.jobs(cases.TEN)
-def test_addresses_hold_over_ten_updates(reload_lab: Labs) -> None:
-    result = reload_lab(cases.way_of(cases.TEN)).ours[cases.TEN]
+@pytest.mark.parametrize("job", cases.TEN)
+def test_addresses_hold_over_ten_updates(reload_lab: Labs, job: str) -> None:
+    lab = reload_lab(cases.way_of(job))
+    result, fresh = lab.ours[job], lab.stock[f"fresh.{cases.kind_of(job)}"]
     assert len(result["steps"]) == 10
-    for step in result["steps"]:
+    for number, step in enumerate(result["steps"]):
         assert step["error"] is None, step["error"]["traceback"]
         assert step["moved"] == []
+        wanted = result["before"] if number % 2 else fresh["before"]
+        assert differences(step["snapshot"], wanted) == []
 
 
 @pytest.mark.jobs(cases.ONE_LAYER)

@@ -17,6 +17,7 @@ from typing import Any  # noqa: E402
 
 from tests.support.batch import check_way  # noqa: E402
 from tests.support.model_level import COMMON  # noqa: E402
+from tests.support.places import moved, places  # noqa: E402
 from tests.support.process import run_whole, serve  # noqa: E402
 
 #: Token ids below every vocabulary of the zoo. Two lengths that share no prefix.
@@ -29,6 +30,8 @@ class Spec:
 
     `reload` lists checkpoints, or arguments of `reload_weights`; after each the prefix cache is emptied
     and the same is generated again. `digest`: at last, the digest of each rank.
+    The tensors that lie elsewhere then are listed. `adapter` is a LoRA adapter to generate with; with
+    `draft` the draft model is looked at in the end.
     """
 
     model: str
@@ -44,6 +47,8 @@ class Spec:
     again: bool = False
     reload: list[Any] = dataclasses.field(default_factory=list)
     digest: bool = False
+    adapter: str | None = None
+    draft: bool = False
 
 
 def _outputs(llm: Any, spec: Spec) -> Any:
@@ -63,20 +68,31 @@ def _outputs(llm: Any, spec: Spec) -> Any:
                 for step in done.outputs[0].logprobs
             ],
         }
-        for done in llm.generate(prompts, greedy, use_tqdm=False)
+        for done in llm.generate(prompts, greedy, use_tqdm=False, lora_request=_adapter(spec))
     ]
+
+
+def _adapter(spec: Spec) -> Any:
+    if spec.adapter is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, spec.adapter)
 
 
 def _reload(llm: Any, given: Any, spec: Spec) -> dict[str, Any]:
     error = report = None
     kwargs = given if isinstance(given, dict) else {"weights_path": given}
+    (before,) = llm.apply_model(places)
     try:
         report = llm.collective_rpc("reload_weights", kwargs=kwargs)
     except Exception as caught:  # noqa: BLE001 - every failure is a result here
         error = {"type": type(caught).__name__, "message": str(caught)}
         del caught
     llm.reset_prefix_cache()
-    return {"error": error, "report": report, "outputs": _outputs(llm, spec)}
+    outputs = _outputs(llm, spec)
+    (after,) = llm.apply_model(places)
+    return {"error": error, "report": report, "outputs": outputs, "moved": moved(before, after)}
 
 
 def _snapshot(model: Any) -> dict[str, Any]:
@@ -84,6 +100,12 @@ def _snapshot(model: Any) -> dict[str, Any]:
 
     check_way(model)
     return snapshot(model)
+
+
+def _draft(worker: Any) -> dict[str, Any]:
+    from tests.support.snapshot import snapshot
+
+    return snapshot(worker.model_runner.drafter.model)
 
 
 def _mutate(name: str) -> Any:
@@ -120,6 +142,8 @@ def run(spec: Spec) -> dict[str, Any]:
         if spec.digest:
             rpc = "compute_weight_checksums"
             result["digest"] = llm.collective_rpc(rpc, kwargs={"state": True})
+        if spec.draft:
+            (result["draft"],) = llm.collective_rpc(_draft)
     except Exception as error:  # noqa: BLE001 - every failure is a result here
         result["error"] = {
             "type": type(error).__name__,

@@ -69,7 +69,7 @@ def _number(value: bool | int | float) -> bool | int | str:
     return value.hex() if isinstance(value, float) else value
 
 
-class _Walk:
+class Walk:
     def __init__(self) -> None:
         self.tensors: dict[str, dict[str, Any]] = {}
         self.numbers: dict[str, bool | int | str] = {}
@@ -178,7 +178,7 @@ def _plain(key: Any) -> bool:
 
 def snapshot(model: nn.Module, kernels: bool = True) -> dict[str, Any]:
     """Walk `model` and, where `kernels`, run each module's kernel. Changes nothing in the model."""
-    walk = _Walk()
+    walk = Walk()
     walk.model(model)
     shared = sorted(sorted(paths) for paths in walk.places.values() if len(paths) > 1)
     return {

@@ -8,8 +8,8 @@ Why: an update that fails half-way leaves the engine on meta tensors; rows of a 
     KV quantization can't be sent at all; `is_checkpoint_format=False` reaches no buffers.
 
 How: `reload.entry.reload_weights` builds each layer beside the live one and puts it in its place, or
-    takes everything back. Engines whose weights it can't build so (online quantization, torchao) are
-    left to the original, with a warning.
+    takes everything back. Engines whose weights it can't build so (torchao) are left to the original,
+    with a warning; those in which new weights would not arrive are refused.
 
 Since: vLLM 0.32 (seen in 0.32 and 0.33).
 

@@ -20,14 +20,20 @@ _SMALL = 4096
 class Builder:
     """Builds units of a recording's twin on `device`, one at a time.
 
-    `initial` holds the small tensors that the model's constructor computed, by path.
+    `initial` holds the small tensors that the model's constructor computed, by path. `shared` holds the
+    live tensors that another unit has too, by key: one that was not sent itself is new already.
     """
 
     def __init__(
-        self, recording: Recording, initial: dict[str, torch.Tensor], device: torch.device
+        self,
+        recording: Recording,
+        initial: dict[str, torch.Tensor],
+        shared: dict[str, torch.Tensor],
+        device: torch.device,
     ) -> None:
         self._recording = recording
         self._initial = initial
+        self._shared = shared
         self._device = device
         self._kept: dict[int, torch.Tensor] = {}
         self._unused: _Modules | None = None
@@ -85,7 +91,9 @@ class Builder:
         for key, place in source_parameters(unit).items():
             tensor = wanted.get(key)
             if tensor is None or not self._recording.is_loaded(tensor):
-                if isinstance(place, nn.Parameter) or tensor is None:
+                if key in self._shared:
+                    place.data.copy_(self._shared[key])
+                elif isinstance(place, nn.Parameter) or tensor is None:
                     self._fill_unsent(key, place)
                 continue
             loaded.append(key)

@@ -66,9 +66,9 @@ class Intake:
         return f" {after} ({len(self.sent)} tensors)"
 
     @property
-    def unplaced(self) -> list[str]:
-        """The names of which no weight loader was given anything."""
-        return self._idle.names
+    def unplaced(self) -> dict[str, torch.Tensor]:
+        """What no weight loader was given yet, or not as it was sent, by name."""
+        return dict(self._idle.tensors)
 
     def watch(self, parameter: torch.Tensor, loaded: list[torch.Tensor]) -> None:
         """Check what a weight loader is about to load into `parameter`.
@@ -151,17 +151,12 @@ class _Idle:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self._spans: list[tuple[int, int, str]] = []
-
-    @property
-    def names(self) -> list[str]:
-        """Those that no weight loader was given yet, or not as they were sent."""
-        return list(self._tensors)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Note that `tensor` was passed on as `name`, and no weight loader called."""
-        self._tensors[name] = tensor
+        self.tensors[name] = tensor
         if tensor.numel():
             start = tensor.data_ptr()
             bisect.insort(self._spans, (start, start + tensor.nbytes, name))
@@ -174,7 +169,7 @@ class _Idle:
             place = bisect.bisect_right(self._spans, (tensor.data_ptr(), _END, "")) - 1
             if place >= 0 and tensor.data_ptr() < self._spans[place][1]:
                 name = self._spans[place][2]
-                self._tensors.pop(name, None)
+                self.tensors.pop(name, None)
                 return name
         return None
 

@@ -34,12 +34,14 @@ from vllm_sharded_state.state.units import Unit
 
 from . import lost
 from .building import Builder
+from .derived import Derived
 from .handles import Handles
 from .intake import Intake
 from .kv import KvScales
 from .original import Original
 from .placing import Written, plan
 from .report import Report
+from .tied import Tied
 from .undo import UndoLog, require_room
 
 logger = init_logger("vllm.sharded_state.reload")
@@ -85,7 +87,11 @@ class Transaction:
         self._intake = Intake(keys, self._scales, whole)
         self._recording = Recording(self._twin, self._watch)
         self._intake.attach(self._recording)
-        self._builder = Builder(self._recording, construction.initial, self._device)
+        self._derived = Derived(self._recording)
+        self._tied = Tied(self._live, self._twin.model)
+        self._builder = Builder(
+            self._recording, construction.initial, self._tied.shared, self._device
+        )
         self._original = Original(config, self._device)
         self._touched: set[str] = set()
         for key, tensor in (item for wanted in self._wanted.values() for item in wanted.items()):
@@ -106,8 +112,14 @@ class Transaction:
     def complete(self) -> None:
         """See that everything that was touched is whole and in place. Raises `ReloadError`, undone."""
         try:
+            self._derived.refuse()
             self._refuse_unplaced()
             self._place_rest()
+            for name in self._tied.followers(self._done):
+                self._place(name, self._loadable(name))
+            for name, tensor in self._intake.unplaced.items():
+                if self._tied.is_second(name):
+                    self._tied.refuse_other(name, tensor, self._recording)
             self._scales.place_all(self._recording, self._undo, self._placed)
             self._refuse_late()
             lost.refuse_units_unsent(self._model, self._done)
@@ -264,7 +276,7 @@ class Transaction:
             self._undo.forget()
 
     def _refuse_unplaced(self) -> None:
-        names = self._original.unexpected(self._intake.unplaced, self._twin.model)
+        names = self._original.unexpected(list(self._intake.unplaced), self._twin.model)
         if names and self._intake.collects:
             # It may have made others of them, whose addresses say nothing.
             logger.warning(

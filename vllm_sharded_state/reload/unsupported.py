@@ -1,27 +1,77 @@
-"""Which engines' weights can't be built beside the live ones, so that vLLM's own reload has to do."""
+"""Which engines can't take new weights as a transaction: refused, or left to vLLM's own reload."""
 
 from typing import Any
 
 from torch import nn
-from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
-from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+from vllm.config import CompilationMode
 from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.offloader import NoopOffloader, UVAOffloader, get_offloader
+
+from vllm_sharded_state.errors import ReloadUnsupportedError
 
 
 def reason(vllm_config: Any, model: nn.Module) -> str | None:
-    """Why a reload of `model` can't be a transaction; None where it can."""
+    """Why vLLM's own reload has to do, which can't be taken back; None where a transaction can.
+
+    Raises `ReloadUnsupportedError` where that one goes wrong as well.
+    """
+    refuse(vllm_config, model)
     if vllm_config.model_config.quantization == "torchao":
         return "torchao quantizes weights while they are loaded"
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, OnlineLinearBase | OnlineMoEMethodBase):
-            return f"{name} is quantized while it is loaded ({type(method).__name__})"
     built, named = (
         type(model).__name__,
         get_model_architecture(vllm_config.model_config)[0].__name__,
     )
     if built != named:
         return f"it is a {built}, and the configuration names a {named}"
-    if hasattr(model, "process_weights_after_loading"):
-        return f"{type(model).__name__} computes tensors from the weights of several layers"
     return None
+
+
+def refuse(vllm_config: Any, model: nn.Module) -> None:
+    """Raise `ReloadUnsupportedError` where new weights would not, or not all, reach the kernels."""
+    if vllm_config.parallel_config.enable_eplb:
+        raise ReloadUnsupportedError(
+            "EPLB moves experts between ranks, and new weights come in the order in which the engine "
+            "started. Start it without enable_eplb to update its weights."
+        )
+    if _is_offloaded():
+        raise ReloadUnsupportedError(
+            f"{type(get_offloader()).__name__} keeps weights in host memory beside the model. Start the "
+            "engine without cpu_offload_gb and offload_group_size to update its weights."
+        )
+    if _is_frozen(vllm_config):
+        raise ReloadUnsupportedError(
+            "The compiler has frozen the old weights into the graph (max_autotune or freezing in "
+            "inductor_compile_config), where new ones don't reach.\nStart the engine without it, or "
+            "with enforce_eager=True, to update its weights."
+        )
+    if hasattr(model, "process_weights_after_loading"):
+        raise ReloadUnsupportedError(
+            f"{type(model).__name__} computes tensors from the weights of several layers after loading, "
+            "which vLLM does not do again for new weights. Start the engine anew."
+        )
+
+
+def _is_offloaded() -> bool:
+    """Whether a part of a model in this process lies in host memory; the CPU's own never does."""
+    offloader = get_offloader()
+    if isinstance(offloader, UVAOffloader):
+        return offloader.cpu_offload_bytes > 0
+    return not isinstance(offloader, NoopOffloader)
+
+
+def _is_frozen(vllm_config: Any) -> bool:
+    """Whether inductor was told to make constants of the weights.
+
+    On the CPU `max_autotune` does (vllm/v1/worker/cpu_model_runner.py, `warming_up_model`).
+    """
+    import torch._inductor.config as inductor
+
+    compilation = vllm_config.compilation_config
+    if compilation.mode in (None, CompilationMode.NONE) or compilation.backend == "eager":
+        return False
+    options = compilation.inductor_compile_config
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    return bool(
+        options.get("freezing", inductor.freezing) or (on_cpu and options.get("max_autotune"))
+    )

@@ -111,6 +111,23 @@ def skipped_attributes(module: nn.Module) -> frozenset[str]:
     return skipped
 
 
+#: Attributes of a parameter that say how to fill it (vllm/model_executor/parameter.py).
+_LOADING = frozenset({"weight_loader", "_weight_loader"})
+
+#: How long something took (vllm/model_executor/layers/quantization/online/base.py).
+_TIMES = frozenset({"online_quantization_time"})
+
+
+def is_aside(value: object, name: str) -> bool:
+    """Whether attribute `name` of an object that is no module tells about work, not about weights.
+
+    On tensors the compiler leaves marks of its own, as `_dynamo_static_input_type`.
+    """
+    if isinstance(value, torch.Tensor):
+        return name in _LOADING or name.startswith("_dynamo_")
+    return name in _TIMES
+
+
 def leads_outside(value: object) -> bool:
     """Whether `value` belongs to configuration, communication or compilation, not to weights."""
     if isinstance(value, INERT_TYPES):

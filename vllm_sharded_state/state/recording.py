@@ -121,7 +121,7 @@ class Recording:
         return stand_in
 
     def _recorder(self, parameter: Any) -> Callable[..., Any]:
-        original = getattr(parameter, "weight_loader", default_weight_loader)
+        original = _plain_loader(getattr(parameter, "weight_loader", default_weight_loader))
         self._originals[id(parameter)] = original
 
         @functools.wraps(original, assigned=("__doc__",), updated=())
@@ -129,9 +129,12 @@ class Recording:
             if self._watcher is not None:
                 loaded = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
                 self._watcher(parameter, [x for x in loaded if x is not parameter])
-            self._calls[id(parameter)].append((original, args, kwargs))
+            before = self._mode.writes
             with self._mode.paused():
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+            if self._mode.writes != before:  # else it was for another rank, as experts are
+                self._calls[id(parameter)].append((original, args, kwargs))
+            return result
 
         return record
 
@@ -156,14 +159,28 @@ class Recording:
         self._calls[id(owner)].append((write, (owner,), {}))
 
 
+def _plain_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """`loader` without upstream's wrapper that quantizes a layer as soon as its last weight has come.
+
+    The wrapper is `make_online_process_loader` (model_loader/reload/layerwise.py).
+    """
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__  # type: ignore[attr-defined]
+    return loader
+
+
 _COPY = torch.ops.aten.copy_.default
 
 
 class _MetaWrites(TorchDispatchMode):
-    """Sees each write to a parameter of the twin: what it covers, and whether it passed a loader."""
+    """Sees each write to a parameter of the twin: what it covers, and whether it passed a loader.
+
+    writes: how many there were.
+    """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
+        self.writes = 0
         self._recording = recording
         self._pauses = 0
 
@@ -179,6 +196,7 @@ class _MetaWrites(TorchDispatchMode):
             if isinstance(target, torch.Tensor) and target.is_meta:
                 owner = self._recording.owner(target)
                 if owner is not None:
+                    self.writes += 1
                     self._recording.coverage[id(owner)].note(func, target)
                     if func is _COPY and args[1].numel() != target.numel():
                         self._recording.stretched.append(owner)

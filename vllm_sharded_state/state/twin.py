@@ -15,8 +15,10 @@ from torch import nn
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from . import units
@@ -60,6 +62,36 @@ def _private_rope_cache() -> Iterator[None]:
         cache.update(kept)
 
 
+@contextmanager
+def _no_offloading() -> Iterator[None]:
+    """Keep the twin's layers away from the engine's offloader, which moves the layers of one model."""
+    kept = get_offloader()
+    if isinstance(kept, NoopOffloader):
+        yield
+        return
+    set_offloader(NoopOffloader())
+    try:
+        yield
+    finally:
+        set_offloader(kept)
+
+
+@contextmanager
+def _expert_maps_on(device: torch.device) -> Iterator[None]:
+    """Give the twin's expert maps their values: constructors and weight loaders read them."""
+    original: Any = ExpertMapManager.__init__
+
+    def init(self: ExpertMapManager, *args: Any, **kwargs: Any) -> None:
+        with device:
+            original(self, *args, **kwargs)
+
+    ExpertMapManager.__init__ = init
+    try:
+        yield
+    finally:
+        ExpertMapManager.__init__ = original
+
+
 class Twin:
     """A model on the meta device, whose units can be materialized one at a time.
 
@@ -71,6 +103,8 @@ class Twin:
         model_config = self.vllm_config.model_config
         with (
             _private_rope_cache(),
+            _no_offloading(),
+            _expert_maps_on(device),
             set_current_vllm_config(self.vllm_config),
             set_default_torch_dtype(model_config.dtype),
         ):

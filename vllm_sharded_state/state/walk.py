@@ -240,7 +240,7 @@ class _Visitor:
             except AttributeError:  # a slot that was never set
                 continue
         for name, item in sorted(state.items()):
-            if not (isinstance(value, torch.Tensor) and name in _LOADING):
+            if not boundaries.is_aside(value, name):
                 yield from self._visit(f"{path}.{name}", item, _attribute(value, name), depth)
 
 
@@ -260,10 +260,6 @@ def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
             if isinstance(member, types.MemberDescriptorType)
         )
     return found
-
-
-#: Attributes of a parameter that say how to fill it (vllm/model_executor/parameter.py).
-_LOADING = frozenset({"weight_loader", "_weight_loader"})
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor | None:
