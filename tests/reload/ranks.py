@@ -2,7 +2,8 @@
 
     python -m tests.reload.ranks RANK MEETING OLD NEW RESULT.json
 
-First rank 1 alone is sent a scale that is NaN, then both are sent the new checkpoint.
+First rank 1 alone is sent a scale that is NaN, then both are sent the new checkpoint. Then they are given
+what they saved of the old one: with a part of rank 1 that is damaged, and as it is.
 """
 
 import json
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 
-def _attempt(config: Any, model: Any, tensors: dict[str, Any]) -> str | None:
+def _attempt(
+    config: Any, model: Any, tensors: dict[str, Any] | None, path: Path | None
+) -> str | None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
     try:
         with set_current_vllm_config(config):
-            inplace.reload_weights(config, model, iter(tensors.items()), None, True)
+            weights = None if tensors is None else iter(tensors.items())
+            inplace.reload_weights(config, model, weights, path and str(path), True)
     except Exception as error:  # noqa: BLE001 - a failure is a result here
         return f"{type(error).__name__}: {error}"
     return None
@@ -30,10 +34,12 @@ def main() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader import ShardedStateLoader, get_model
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
+    from tests.reload.spoils import flip
+    from tests.support import edit
     from tests.support.model_level import COMMON
     from tests.support.snapshot import snapshot
 
@@ -55,6 +61,12 @@ def main() -> None:
     del fresh
     config, model = load(old)
     result["before"] = snapshot(model)
+    saved, damaged = Path(meeting).parent / "saved", Path(meeting).parent / "damaged"
+    saved.mkdir(exist_ok=True)
+    ShardedStateLoader.save_model(model, str(saved))
+    if rank == 0:
+        flip(edit.copy(saved, damaged), rank=1)
+    torch.distributed.barrier()
     tensors: dict[str, Any] = {}
     for file in sorted(Path(new).glob("*.safetensors")):
         tensors |= load_file(file)
@@ -62,10 +74,14 @@ def main() -> None:
     if rank == 1:
         name = "model.layers.1.self_attn.v_scale"
         bad[name] = torch.full_like(bad[name], float("nan"))
-    result["error"] = _attempt(config, model, bad)
+    result["error"] = _attempt(config, model, bad, None)
     result["after"] = snapshot(model)
-    result["second error"] = _attempt(config, model, tensors)
+    result["second error"] = _attempt(config, model, tensors, None)
     result["second"] = snapshot(model)
+    result["damaged error"] = _attempt(config, model, None, damaged)
+    result["damaged"] = snapshot(model)
+    result["saved error"] = _attempt(config, model, None, saved)
+    result["saved"] = snapshot(model)
     Path(made).write_text(json.dumps(result))
 
 

@@ -33,7 +33,9 @@ class Step:
     `fill`) to the new thing. add: another name, to a copy of an existing one. again: a name sent twice.
     raise_at: the iterator raises instead of giving tensor number so and so. kernel_format: tensors are
     the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
-    host memory that are left, as the operating system would tell.
+    host memory that are left, as the operating system would tell. Without `directory` and `path` the
+    model's own checkpoint is read again. spoil: what is done to a copy of `path`, which is read then.
+    save: where the model is saved afterwards.
     """
 
     directory: str | None = None
@@ -52,10 +54,14 @@ class Step:
     kernel_format: bool = False
     times: float = 1.0
     mutate: str | None = None
+    spoil: str | None = None
+    save: str | None = None
 
 
 @dataclasses.dataclass
 class Job:
+    """`save`: where the model is saved, in `layout`, before any step."""
+
     id: str
     model: str
     steps: list[dict[str, Any]]
@@ -63,6 +69,8 @@ class Job:
     mutate: str | None = None
     kernels: bool = True
     register: str | None = None
+    save: str | None = None
+    layout: str | None = None
 
 
 def _tensors(step: Step, model: Any) -> dict[str, Any]:
@@ -116,7 +124,32 @@ def _take(step: Step, model: Any, config: Any) -> None:
     if step.kernel_format:
         weights = _iterator(step, model)
     with set_current_vllm_config(config), _host(step):  # As Worker.reload_weights does.
-        inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
+        inplace.reload_weights(config, model, weights, _path(step), not step.kernel_format)
+    if step.save:
+        _save(model, step.save, None)
+
+
+def _path(step: Step) -> str | None:
+    if step.path is None or step.spoil is None:
+        return step.path
+    from tests.reload.spoils import SPOILS
+    from tests.support import edit
+
+    copy = Path(f"{step.path}.{step.spoil}")
+    if not copy.exists():
+        SPOILS[step.spoil](edit.copy(Path(step.path), copy))
+    return str(copy)
+
+
+def _save(model: Any, path: str, layout: str | None) -> None:
+    from vllm.model_executor.model_loader import ShardedStateLoader
+
+    Path(path).mkdir()
+    os.environ["VSS_LAYOUT"] = layout or "auto"
+    try:
+        ShardedStateLoader.save_model(model, path)
+    finally:
+        del os.environ["VSS_LAYOUT"]
 
 
 @contextlib.contextmanager
@@ -170,6 +203,8 @@ def run(job: Job) -> dict[str, Any]:
 
                 MUTATIONS[job.mutate](model)
             result["before"] = snapshot(model, job.kernels)
+            if job.save:
+                _save(model, job.save, job.layout)
             for given in job.steps:
                 step, before = Step(**given), _places(model)
                 name = config.model_config.model

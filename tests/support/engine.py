@@ -27,7 +27,8 @@ PROMPTS = [[1, 5, 17, 200, 33, 9, 121], [7, 3, 99, 14, 14, 60, 181, 245, 2, 77, 
 class Spec:
     """What one engine does, in this order: mutate, generate (or embed), snapshot, save, again, reload.
 
-    `reload` lists checkpoints; after each the prefix cache is emptied and the same is generated again.
+    `reload` lists checkpoints, None for the engine's own; after each the prefix cache is emptied and the
+    same is generated again.
     """
 
     model: str
@@ -41,7 +42,7 @@ class Spec:
     pattern: str | None = None
     max_size: int | None = None
     again: bool = False
-    reload: list[str] = dataclasses.field(default_factory=list)
+    reload: list[str | None] = dataclasses.field(default_factory=list)
 
 
 def _outputs(llm: Any, spec: Spec) -> Any:
@@ -65,7 +66,7 @@ def _outputs(llm: Any, spec: Spec) -> Any:
     ]
 
 
-def _reload(llm: Any, path: str, spec: Spec) -> dict[str, Any]:
+def _reload(llm: Any, path: str | None, spec: Spec) -> dict[str, Any]:
     error = None
     try:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})

@@ -5,7 +5,7 @@ closures, other modules) sees the new state: bytes are copied in place; Python v
 that processing made are assigned where the old ones were.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,14 @@ import torch
 
 from vllm_sharded_state.errors import ReloadInPlaceError, listed
 from vllm_sharded_state.state import boundaries, plain
-from vllm_sharded_state.state.compare import describe, place, same_form
+from vllm_sharded_state.state.compare import describe, place, repeats_elements, same_form
 from vllm_sharded_state.state.kernels import same_bits
 from vllm_sharded_state.state.walk import Kind, Leaf
 
 from .undo import UndoLog
+
+#: A live leaf, what assigns it, and the new value.
+Assignment = tuple[Leaf, Callable[[Any], None], Any]
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Placing:
 
     unit: str
     copies: list[tuple[Leaf, torch.Tensor]] = field(default_factory=list)
-    assignments: list[tuple[Leaf, Callable[[Any], None], Any]] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
 
     @property
@@ -90,9 +93,7 @@ class Placing:
                 else:
                     undo.keep_tensor(leaf.value)
                     leaf.value.data.copy_(tensor)
-        for leaf, assign, value in self.assignments:
-            undo.keep_value(assign, leaf.value)
-            assign(value)
+        assign_all(self.assignments, undo)
 
     def _may_exchange(self, live: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether the memory of `new`, which lies beside the model, can take the old bytes.
@@ -105,6 +106,13 @@ class Placing:
         users = sum(t.untyped_storage()._cdata == storage._cdata for _, t in self.copies)
         whole = storage.nbytes() == new.nbytes and users == 1
         return whole and live.is_contiguous() and new.is_contiguous()
+
+
+def assign_all(assignments: Iterable[Assignment], undo: UndoLog) -> None:
+    """Assign, keeping in `undo` what was there."""
+    for leaf, assign, value in assignments:
+        undo.keep_value(assign, leaf.value)
+        assign(value)
 
 
 def plan(
@@ -148,7 +156,7 @@ def _tensor(
     elif not same_form(old.value, tensor):
         here, there = describe(old.value), describe(tensor)
         placing.unfit.append(f"{path}: {here} in the running model, {there} with the new weights")
-    elif any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+    elif repeats_elements(tensor):
         placing.unfit.append(f"{path}: an expanded tensor, which can't be filled in place")
     elif _holds_addresses(tensor) and not same_bits(old.value, tensor):
         placing.unfit.append(f"{path}: it holds addresses")
