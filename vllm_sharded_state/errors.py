@@ -29,7 +29,12 @@ def shown(name: str) -> str:
 
 
 class ShardedStateError(ValueError):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    changed: in a reload, whether the model holds other weights now than before nevertheless.
+    """
+
+    changed = False
 
 
 class PatchError(ShardedStateError):
@@ -85,12 +90,7 @@ class RestoreError(ShardedStateError):
 
 
 class ReloadError(ShardedStateError):
-    """New weights were not taken into the running model; the subclasses tell why.
-
-    changed: whether it holds other weights now than before nevertheless.
-    """
-
-    changed = False
+    """New weights were not taken into the running model; the subclasses tell why."""
 
 
 class ReloadArgumentError(ReloadError, TypeError):

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from . import identity, options, publish
+from . import held, identity, options, publish
 from .checkpoint import manifest, transaction
 from .checkpoint.dtypes import dtype_name, holds
 from .checkpoint.manifest import RankEntry, SideFile, TensorEntry, UnitEntry, ValueEntry
@@ -19,7 +19,6 @@ from .checkpoint.transaction import Written
 from .checkpoint.writing import PartWriter, header_room, stale_parts
 from .errors import OptionError, SaveError
 from .mirrors import refuse_disagreement
-from .remote import FORMATS
 from .saved_source import SavedSource
 from .source_identity import Recorder
 from .state import construction, kernels, plain, sharing, units
@@ -162,9 +161,13 @@ class _RankSaver:
         return PartWriter(self._directory, name, self._max_size, room, self._save_id)
 
     def _source(self) -> Source:
+        """What the configuration names now: after a reload, not what the engine was started from."""
         twin = Twin(self._config, _device(self._config))
-        if self._config.load_config.load_format in FORMATS:
-            return SavedSource(twin)
+        load, model = self._config.load_config, self._config.model_config
+        found = held.sharded_state(load, model)
+        if found is not None or held.has_parts_alone(load, Path(str(model.model))):
+            return SavedSource(twin, found)
+        twin.vllm_config.load_config = held.own_format(load)
         return SourceReader(twin, self._initial)
 
     def _write(self, state: UnitState) -> None:

@@ -2,32 +2,33 @@
 
 import torch
 
-from . import identity, remote
+from . import identity
 from .checkpoint import manifest
 from .errors import NoSourceError
 from .filling import Filling
+from .held import Held
 from .state import plain
 from .state.twin import Twin, source_parameters
 
 
 class SavedSource:
-    """Reads the source tensors of units from the sharded state that the engine was started from.
+    """Reads the source tensors of units from the sharded state that an engine was given.
 
     Raises `NoSourceError` when the directory has no manifest, or holds a unit in runtime layout only.
     """
 
-    def __init__(self, twin: Twin) -> None:
-        self._twin = twin
-        config = twin.vllm_config
-        self._directory = remote.locate(config.load_config, config.model_config)
-        found = self._directory.manifest()
-        if found is None:
+    def __init__(self, twin: Twin, held: Held | None) -> None:
+        """`held` is what `twin`'s configuration names; None where it has no manifest."""
+        if held is None:
             raise NoSourceError(
-                f"{self._directory} has no {manifest.FILE_NAME}, so it does not tell what its tensors "
-                "were before they were processed.\nSave from the model's own checkpoint instead."
+                f"{twin.vllm_config.model_config.model} has no {manifest.FILE_NAME}, so it does not tell "
+                "what its tensors were before they were processed.\nSave from the model's own checkpoint "
+                "instead."
             )
-        self._entry = found.rank(identity.rank())
-        self._reader = self._directory.open(self._entry.files, found.save_id)
+        self._twin = twin
+        self._directory = held.location
+        self._entry = held.manifest.rank(identity.rank())
+        self._reader = self._directory.open(self._entry.files, held.manifest.save_id)
         self._places = {
             path: tensor
             for key, tensor in self._entry.tensors.items()

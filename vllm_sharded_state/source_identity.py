@@ -15,6 +15,7 @@ from torch import distributed as dist
 from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
+from . import held
 from .checkpoint import fingerprint, manifest
 from .checkpoint.entries import Source, SourceFile
 from .errors import ManifestError, MismatchError, OptionError, listed
@@ -71,13 +72,16 @@ def _source(config: Any, folder: Path | None) -> Source | None:
         return Source(str(model.model), model.revision, files)
     if folder is None or config.load_config.load_format == "dummy":
         return None
-    if config.load_config.load_format in FORMATS:
+    before = manifest.read(folder)
+    if before is not None:
         # What its directory was saved from; `through` tells that it came by way of it.
-        before = manifest.read(folder)
-        if before is None or before.source is None:
+        if before.source is None:
             return None
         old = before.source
         return Source(old.name, old.revision, old.files, [*old.through, before.save_id])
+    load_config = config.load_config
+    if load_config.load_format in FORMATS and held.has_parts_alone(load_config, folder):
+        return None
     files = fingerprint.source_files(folder, weight_files(folder))
     return Source(str(model.model), model.revision, files) if files else None
 

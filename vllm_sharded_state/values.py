@@ -35,9 +35,13 @@ class Values:
                 ) from error
             self._by_stage.setdefault(entry.stage, {})[name.removesuffix(AGAIN)] = value
 
+    def of(self, stage: str) -> Mapping[str, object]:
+        """Those of `stage`, by path."""
+        return self._by_stage.get(stage, {})
+
     def put(self, leaves: Mapping[str, Leaf], stage: str) -> None:
         """Set those of `stage` that have their place among `leaves`. Raises `RestoreError`."""
-        saved = self._by_stage.get(stage, {})
+        saved = self.of(stage)
         for path in leaves.keys() & saved.keys() if saved else ():
             leaf, value = leaves[path], saved[path]
             if leaf.is_tensor and value is not None:

@@ -14,6 +14,9 @@ from tests.zoo.kinds import KINDS, PACKED, REFERENCE, TENSORS
 Make = Callable[[ReloadLab], Job]
 
 JOBS: dict[str, Make] = {}
+_CHECKPOINTS = ("old", "new", "truncated")
+#: Stands for where a step saves what it was given.
+SAVED = "saved"
 _WAYS: dict[str, str] = {}
 _KINDS: dict[str, str] = {}
 
@@ -26,23 +29,36 @@ def kind_of(job: str) -> str:
     return _KINDS[job]
 
 
+def sharded(layout: str = "auto", kind: str = "", checkpoint: str = "new") -> dict[str, str]:
+    """Stands for the path of a sharded state: of the job's own kind, unless another is named."""
+    return {"layout": layout, "kind": kind, "checkpoint": checkpoint}
+
+
 def case(name: str, kind: str, *steps: dict[str, Any], way: str = PACKED, **more: Any) -> str:
     """Register a job; steps that send nothing named send the new checkpoint of the kind."""
 
     def make(lab: ReloadLab) -> Job:
+        def found(place: Any) -> Any:
+            if isinstance(place, dict):
+                return str(lab.sharded(place["kind"] or kind, place["layout"], place["checkpoint"]))
+            if place == "exact":
+                return str(lab.exact())
+            if place == SAVED:
+                return str(lab.root / lab.way / SAVED)
+            return str(getattr(lab, place)(kind)) if place in _CHECKPOINTS else place
+
         def whole(step: dict[str, Any]) -> dict[str, Any]:
             step = dict(step)
-            for key in ("directory", "path"):
-                if step.get(key) in ("old", "new", "exact", "truncated"):
-                    found = getattr(lab, step[key])
-                    step[key] = str(found() if step[key] == "exact" else found(kind))
+            for key in ("directory", "path", "save"):
+                if key in step:
+                    step[key] = found(step[key])
             if not {"directory", "path", "kernel_format"} & step.keys():
                 step["directory"] = str(lab.new(kind))
             return step
 
         settings = dict(more)
-        if settings.get("model") == "exact":
-            settings["model"] = str(lab.exact())
+        if "model" in settings:
+            settings["model"] = found(settings["model"])
         return lab.job(name, kind, *map(whole, steps), **settings)
 
     JOBS[name], _WAYS[name], _KINDS[name] = make, way, kind

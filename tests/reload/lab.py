@@ -33,6 +33,7 @@ class ReloadLab:
     def __init__(self, way: str, root: Path, jobs: "dict[str, Any]", kinds: set[str]) -> None:
         self.way, self.root = way, root
         self._jobs, self._kinds = jobs, kinds
+        self._saves: dict[str, Job] = {}
 
     def old(self, kind: str) -> Path:
         return self._written(f"{kind}.old", lambda: ALL[kind].build())
@@ -50,6 +51,18 @@ class ReloadLab:
             new(kind).write(path)
             last = sorted(path.glob("*.safetensors"))[-1]
             last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+        return path
+
+    def sharded(self, kind: str, layout: str, checkpoint: str = "new") -> Path:
+        """The sharded state of an engine on one of the checkpoints, changed by hand as the kind says."""
+        name = f"{kind}.{checkpoint}.{layout}.sharded"
+        path = self.root / self.way / name
+        if name not in self._saves:
+            path.parent.mkdir(exist_ok=True)
+            model = self.old(kind) if checkpoint == "old" else self.new(kind)
+            self._saves[name] = self.job(
+                name, kind, model=str(model), save=str(path), layout=layout
+            )
         return path
 
     def _written(self, name: str, build: Any) -> Path:
@@ -88,6 +101,7 @@ class ReloadLab:
         ours = [make(self) for make in self._jobs.values()]
         stock = [self.fresh(kind) for kind in sorted(self._kinds)]
         stock += [make(self) for name, make in self._jobs.items() if name.startswith("stock ")]
+        ours = [*self._saves.values(), *ours]
         with ThreadPoolExecutor(2) as pool:  # two processes, side by side
             first = pool.submit(run_steps, ours, self.way, WITH_OURS)
             second = pool.submit(run_steps, stock, self.way, without_ours(self.way))

@@ -4,6 +4,7 @@
 
 ENGINE holds engine arguments in JSON. First rank 1 alone is sent the tensor BAD in a form that can't be
 taken: a scale that is NaN, a weight of one element. Then both are sent the new checkpoint, with digests.
+At last they are given what they saved of the old one: with a damaged part of rank 1, and as it is.
 """
 
 import json
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 
-def _attempt(config: Any, model: Any, tensors: dict[str, Any]) -> Any:
+def _attempt(
+    config: Any, model: Any, tensors: dict[str, Any] | None, path: Path | None = None
+) -> Any:
     """The error; or what is reported."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
@@ -21,7 +24,8 @@ def _attempt(config: Any, model: Any, tensors: dict[str, Any]) -> Any:
 
     try:
         with call.made(digest=True) as made, set_current_vllm_config(config):
-            inplace.reload_weights(config, model, iter(tensors.items()), None, True)
+            weights = None if tensors is None else iter(tensors.items())
+            inplace.reload_weights(config, model, weights, path and str(path), True)
     except Exception as error:  # noqa: BLE001 - a failure is a result here
         return f"{type(error).__name__}: {error}"
     return made.report
@@ -34,10 +38,12 @@ def main() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader import ShardedStateLoader, get_model
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
+    from tests.reload.spoils import flip
+    from tests.support import edit
     from tests.support import snapshot as look
     from tests.support.model_level import COMMON
     from vllm_sharded_state.state.digest import state_digest
@@ -64,6 +70,12 @@ def main() -> None:
     del fresh
     config, model = load(old)
     result["before"] = snapshot(model)
+    saved, damaged = Path(meeting).parent / "saved", Path(meeting).parent / "damaged"
+    saved.mkdir(exist_ok=True)
+    ShardedStateLoader.save_model(model, str(saved))
+    if rank == 0:
+        flip(edit.copy(saved, damaged), rank=1)
+    torch.distributed.barrier()
     tensors: dict[str, Any] = {}
     for file in sorted(Path(new).glob("*.safetensors")):
         tensors |= load_file(file)
@@ -76,6 +88,10 @@ def main() -> None:
     result["after"] = snapshot(model)
     result["report"] = _attempt(config, model, tensors)
     result["second"] = snapshot(model)
+    result["damaged error"] = _attempt(config, model, None, damaged)
+    result["damaged"] = snapshot(model)
+    result["saved error"] = _attempt(config, model, None, saved)
+    result["saved"] = snapshot(model)
     Path(made).write_text(json.dumps(result))
 
 

@@ -37,7 +37,9 @@ class Step:
     the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
     host memory that are left, as the operating system would tell. options: arguments of ours in the call.
     lose: before it, every parameter but those named becomes NaN, as if `sleep(level=2)` had lost it.
-    state: one of `tests.reload.states`.
+    state: one of `tests.reload.states`. Without `directory` and `path` the model's own checkpoint is read
+    again. spoil: what is done to a copy of `path`, which is read then. save: where the model is saved
+    afterwards.
     """
 
     directory: str | None = None
@@ -59,11 +61,15 @@ class Step:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     lose: list[str] | None = None
     state: str | None = None
+    spoil: str | None = None
+    save: str | None = None
 
 
 @dataclasses.dataclass
 class Job:
-    """digest: take the digest of the loaded model. blind: find what may change unseen by it."""
+    """digest: take the digest of the loaded model. blind: find what may change unseen by it. save: where
+    the model is saved, in `layout`, before any step.
+    """
 
     id: str
     model: str
@@ -134,7 +140,9 @@ def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | None:
     state = STATES[step.state](config) if step.state else contextlib.nullcontext()
     worker = set_current_vllm_config(config)  # As Worker.reload_weights does.
     with call.made(**step.options) as made, worker, _host(step), state:
-        inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
+        inplace.reload_weights(config, model, weights, _path(step), not step.kernel_format)
+    if step.save:
+        _save(model, step.save, None)
     return made.report
 
 
@@ -146,6 +154,29 @@ def _lose(model: Any, saved: list[str]) -> None:
         if name not in saved:
             parameter.data.fill_(float("nan"))
     lost.lose(model, saved)
+
+
+def _path(step: Step) -> str | None:
+    if step.path is None or step.spoil is None:
+        return step.path
+    from tests.reload.spoils import SPOILS
+    from tests.support import edit
+
+    copy = Path(f"{step.path}.{step.spoil}")
+    if not copy.exists():
+        SPOILS[step.spoil](edit.copy(Path(step.path), copy))
+    return str(copy)
+
+
+def _save(model: Any, path: str, layout: str | None) -> None:
+    from vllm.model_executor.model_loader import ShardedStateLoader
+
+    Path(path).mkdir()
+    os.environ["VSS_LAYOUT"] = layout or "auto"
+    try:
+        ShardedStateLoader.save_model(model, path)
+    finally:
+        del os.environ["VSS_LAYOUT"]
 
 
 @contextlib.contextmanager
@@ -190,6 +221,8 @@ def run(job: Job) -> dict[str, Any]:
                 from tests.reload.blind import blind_spots
 
                 result["blind"] = blind_spots(model, config)
+            if job.save:
+                _save(model, job.save, job.layout)
             for given in job.steps:
                 step, before = Step(**given), places(model)
                 name = config.model_config.model

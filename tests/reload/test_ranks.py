@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: when one can't take the new weights, neither does."""
+"""Two tensor-parallel ranks: when one can't take the new weights, neither does; each takes its own."""
 
 import json
 import os
@@ -63,6 +63,12 @@ def test_a_rank_that_fails_while_the_other_succeeds(
         assert isinstance(rank["report"], dict), rank["report"]
         assert differences(rank["second"], rank["fresh"]) == []
         assert differences(rank["fresh"], rank["before"]) != []
+        assert differences(rank["damaged"], rank["second"]) == []
+        assert rank["saved error"] is None
+        assert differences(rank["saved"], rank["before"]) == []
+    assert ranks[0]["damaged error"].startswith("ReloadPeerError")
+    assert "rank 1: IncompleteError" in ranks[0]["damaged error"]
+    assert ranks[1]["damaged error"].startswith("IncompleteError")
     assert differences(ranks[0]["fresh"], ranks[1]["fresh"]) != []
 
     sent = digest(updated(kind.build()).tensors.items())

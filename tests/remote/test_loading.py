@@ -1,7 +1,8 @@
 """Whole models, loaded by vLLM's own `get_model` from a hub and a bucket on this machine.
 
-Three processes: ours saves; stock, beside it, saves and shows that it can't use a hub id; ours loads all
-that. A fourth, left to the full matrix, loads with the hub switched off.
+Four processes: ours saves; stock, beside it, saves and shows that it can't use a hub id; ours loads all
+that; a model that was loaded is given it. A fifth, left to the full matrix, loads with the hub switched
+off.
 """
 
 import json
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.reload.steps import Job as ReloadJob
+from tests.reload.steps import run_steps
 from tests.remote import hub as hubs
 from tests.remote.bucket import Bucket
 from tests.support.batch import Job, run_batch
@@ -69,6 +72,20 @@ class World:
         bucket.log.clear()
         self.loads = self.run(self._jobs(), WITH_OURS)
         self.requests, self.reads = list(hub.requests), bucket.read()
+        moved = {"mutate": "rewrite_weights"}
+        engine = dict(KINDS[KIND].engine) | {"load_format": "dummy"}
+        steps = [
+            {"path": "org/ours"},
+            moved | {"path": self.addresses["ours"]},
+            moved | {"path": None},
+            moved | {"path": "org/damaged"},
+        ]
+        self.reloads = run_steps(
+            [ReloadJob("reload", str(source), steps, engine)],
+            TENSORS,
+            WITH_OURS,
+            **self.environment,
+        )["reload"]
 
     def run(self, jobs: list[Job], plugins: str, **more: str) -> dict[str, Result]:
         return run_batch(jobs, TENSORS, plugins, **(self.environment | more))
@@ -169,6 +186,15 @@ def test_what_was_saved_comes_back(world, name):
     result = world.loads[name]
     assert result["error"] is None, explain(result)
     assert differences(result["snapshot"], world.stock["reference"]["snapshot"]) == []
+
+
+def test_a_running_engine_takes_it_from_afar(world):
+    assert world.reloads["error"] is None, world.reloads["error"]
+    *good, damaged = world.reloads["steps"]
+    for step in good:
+        assert step["error"] is None, step["error"]["traceback"]
+        assert differences(step["snapshot"], world.stock["reference"]["snapshot"]) == []
+    assert damaged["error"]["type"] == "IncompleteError"
 
 
 def test_files_of_other_ranks_are_never_fetched(world):

@@ -1,5 +1,6 @@
 """Repositories on a hub, without a model: what is fetched, at which commit, for which rank."""
 
+import contextlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 
 from tests.remote import hub as hubs
 from tests.support import manifests
-from vllm_sharded_state import load, remote
+from vllm_sharded_state import held, load, remote
 from vllm_sharded_state.checkpoint import manifest, staging
 from vllm_sharded_state.checkpoint.manifest import FileEntry, Manifest, RankEntry
 from vllm_sharded_state.checkpoint.writing import PartWriter
@@ -196,6 +197,23 @@ def test_offline_a_manifest_that_is_not_cached_is_not_taken_for_absent(hub, tmp_
 def test_object_storage_needs_its_load_format():
     with pytest.raises(FetchError, match="runai_streamer_sharded"):
         remote.locate(*engine(model="s3://models/one"))
+
+
+# --- what a name holds -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy", "sharded_state"])
+def test_what_a_name_holds_does_not_depend_on_the_load_format(hub, tmp_path, load_format):
+    directory = save(tmp_path / "saved", 1.0)
+    hub.publish(REPO, directory)
+    (tmp_path / "other").mkdir()
+    for name in (REPO, str(directory)):
+        found = held.sharded_state(*engine(load_format, model=name))
+        assert found.manifest == manifest.read(directory)
+        with contextlib.closing(found.location.open(dict.fromkeys(names(1)))) as reader:
+            assert reader.get(part(1, 0), "a").tolist() == [2.0] * 4
+    for name in ("org/other", str(tmp_path / "other")):
+        assert held.sharded_state(*engine(load_format, model=name)) is None
 
 
 # --- word embeddings ---------------------------------------------------------------

@@ -28,10 +28,10 @@ PROMPTS = [[1, 5, 17, 200, 33, 9, 121], [7, 3, 99, 14, 14, 60, 181, 245, 2, 77, 
 class Spec:
     """What one engine does, in this order: mutate, generate (or embed), snapshot, save, again, reload.
 
-    `reload` lists checkpoints, or arguments of `reload_weights`; after each the prefix cache is emptied
-    and the same is generated again. `digest`: at last, the digest of each rank.
-    The tensors that lie elsewhere then are listed. `adapter` is a LoRA adapter to generate with; with
-    `draft` the draft model is looked at in the end.
+    `reload` lists checkpoints (None: the engine's own), or arguments of `reload_weights`; after each the
+    prefix cache is emptied, the same is generated again, and tensors that lie elsewhere then are listed.
+    `digest`: at last, the digest of each rank. `adapter` is a LoRA adapter to generate with; with `draft`
+    the draft model is looked at in the end.
     """
 
     model: str

@@ -40,6 +40,8 @@ def make(original: Function) -> Function:
                 vllm_config, model, weights_iterator, weights_path, is_checkpoint_format
             )
             return
+        if weights_iterator is None:
+            inward("reload.entry", "refuse_sharded_state")(vllm_config, weights_path, reason)
         inward("reload.call", "refuse_choices")(reason)
         from vllm.logger import init_logger
 

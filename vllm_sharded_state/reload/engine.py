@@ -7,7 +7,7 @@ before the call is computed before it too: each worker takes its calls in turn.
 from collections.abc import Callable
 from typing import Any
 
-from vllm_sharded_state.errors import ReloadAsleepError, ReloadBusyError, ReloadError
+from vllm_sharded_state.errors import ReloadAsleepError, ReloadBusyError
 
 from . import caches
 from .attempt import Answer, attempt, first_error
@@ -34,7 +34,7 @@ def collective_rpc(
         What the method returned on each worker.
 
     Raises:
-        ReloadError, OptionError: one of their kinds; what the model holds is told there.
+        ShardedStateError: one of its kinds; what the model holds is told there.
         Exception: of the method itself, the first of a worker that failed.
     """
     if not isinstance(method, str) or method not in TOUCHES:
@@ -71,7 +71,7 @@ def _may_be_stale(method: str, error: BaseException | None, answers: list[Answer
     if method != "reload_weights" or not answers:
         return True  # requests may have run between the parts of an update; or nothing is known
     errors = [answer.error for answer in answers if answer.error is not None]
-    return any(not isinstance(error, ReloadError) or error.changed for error in errors)
+    return any(not isinstance(error, ShardedStateError) or error.changed for error in errors)
 
 
 def _refuse_asleep(engine: Any) -> None:

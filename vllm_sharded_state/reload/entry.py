@@ -1,8 +1,10 @@
 """What stands for upstream's `reload_weights`: from tensors or from a path, in either format."""
 
 import copy
+import functools
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +13,9 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 
+from vllm_sharded_state import held
 from vllm_sharded_state.checkpoint.digest import Digest
+from vllm_sharded_state.checkpoint.manifest import FILE_NAME
 from vllm_sharded_state.errors import (
     ReloadBusyError,
     ReloadPeerError,
@@ -24,6 +28,7 @@ from . import lost, peers
 from .call import running
 from .kernel_format import KernelFormat
 from .report import Report
+from .sharded import ShardedTransaction
 from .transaction import Transaction
 
 logger = init_logger("vllm.sharded_state.reload")
@@ -45,8 +50,8 @@ def reload_weights(
 
     `weights_iterator` gives names with tensors as the model's checkpoint has them, or, where
     `is_checkpoint_format` is false, as the running model has them. Without it the checkpoint at
-    `weights_path` is read, or the model's own; `vllm_config.model_config` then names `weights_path`, once
-    all is done.
+    `weights_path` is read, or the model's own, be it in the model's own format or sharded state;
+    `vllm_config.model_config` then names `weights_path`, once all is done.
 
     What the call chooses beside them (`call.Call`) holds, or the environment. Its `report` is what this
     returns; with digests it has `sent`, of the names and tensors that came, in whatever order (as
@@ -55,6 +60,7 @@ def reload_weights(
     Raises:
         ReloadError: one of its kinds; the model holds what it held before, unless
             `VSS_RELOAD_ATOMIC=layer`, when the error tells which layers are new.
+        ShardedStateError: a sharded state is not this model's, not whole, or not for here; the same.
     """
     claim(model, "reload_weights")
     call = running()
@@ -62,10 +68,9 @@ def reload_weights(
         transaction: Any = None
         commit, error, sent = None, None, None
         try:
-            if weights_iterator is None:
-                is_checkpoint_format = True
-                weights_iterator, commit = _from_path(vllm_config, model, weights_path)
             kind: Any = Transaction if is_checkpoint_format else KernelFormat
+            if weights_iterator is None:
+                kind, weights_iterator, commit = _from_path(vllm_config, model, weights_path)
             if call.wants_digest():
                 sent = Digest()
                 weights_iterator = sent.over(weights_iterator)
@@ -95,6 +100,19 @@ def reload_weights(
     return report
 
 
+def refuse_sharded_state(vllm_config: Any, path: str | None, reason: str) -> None:
+    """Raise `ReloadSourceError` where vLLM's own reload would take a sharded state for a checkpoint.
+
+    `reason` tells why this model is left to it; the other arguments are those of `reload_weights`.
+    """
+    config = _named(vllm_config.model_config, path)
+    if held.sharded_state(vllm_config.load_config, config) is not None:
+        raise ReloadSourceError(
+            f"{config.model} holds a sharded state, which this model can't take while it runs: {reason}. "
+            "Start the engine from it."
+        )
+
+
 def claim(model: nn.Module, what: str) -> None:
     """Note that `what` is changing `model`. Raises `ReloadBusyError` when something else is."""
     if model in _busy:
@@ -107,32 +125,45 @@ def release(model: nn.Module) -> None:
     _busy.pop(model, None)
 
 
-def _from_path(vllm_config: Any, model: nn.Module, path: str | None) -> tuple[Weights, Any]:
-    """The tensors of a checkpoint, and what makes `vllm_config` name it."""
-    config = vllm_config.model_config
-    load_config = vllm_config.load_config
+def _from_path(vllm_config: Any, model: nn.Module, path: str | None) -> tuple[Any, Weights, Any]:
+    """The kind of transaction for what lies at `path`, what is fed to it, and what makes `vllm_config`
+    name it. Without a path, what `vllm_config` names already.
+    """
     if path is not None:
         _refuse_missing(path)
-        config = copy.copy(config)
-        # As upstream: these belong to the model that is being left.
-        config.model, config.model_weights, config.revision = path, "", None
+    load_config = vllm_config.load_config
+    config = _named(vllm_config.model_config, path)
+
+    def commit() -> None:
+        _name(vllm_config.model_config, path)
+
+    found = held.sharded_state(load_config, config)
+    if found is not None:
+        return functools.partial(ShardedTransaction, found), (), commit
+    if held.has_parts_alone(load_config, Path(str(config.model))):
+        raise ReloadSourceError(
+            f"{config.model} holds parts of a sharded state and no {FILE_NAME}, so that what they are "
+            "can't be proved.\nSave it again with this package, or name the model's own checkpoint."
+        )
     loader: Any = get_model_loader(load_config)
-    if not hasattr(loader, "get_all_weights") and path is not None:
+    if not hasattr(loader, "get_all_weights"):
         load_config = copy.copy(load_config)
         load_config.load_format, load_config.model_loader_extra_config = "auto", {}
         loader = get_model_loader(load_config)
-    if not hasattr(loader, "get_all_weights"):
-        raise ReloadSourceError(
-            f"load format {load_config.load_format!r} has no checkpoint in the model's own format to "
-            "read again. Name one with weights_path, or send the tensors."
-        )
+    return Transaction, loader.get_all_weights(config, model), commit
 
-    def commit() -> None:
-        if path is not None:
-            real = vllm_config.model_config
-            real.model, real.model_weights, real.revision = path, "", None
 
-    return loader.get_all_weights(config, model), commit
+def _named(model_config: Any, path: str | None) -> Any:
+    """A copy of `model_config` that names `path`."""
+    config = copy.copy(model_config)
+    _name(config, path)
+    return config
+
+
+def _name(model_config: Any, path: str | None) -> None:
+    """As upstream: what is set beside the name belongs to the model that is being left."""
+    if path is not None:
+        model_config.model, model_config.model_weights, model_config.revision = path, "", None
 
 
 def _refuse_missing(path: str) -> None:
@@ -141,8 +172,3 @@ def _refuse_missing(path: str) -> None:
         os.path.expanduser(path)
     ):
         raise ReloadSourceError(f"There is no directory {path}. Nothing was changed.")
-    if os.path.exists(os.path.join(path, "sharded_state.json")):
-        raise ReloadSourceError(
-            f"{path} holds a sharded state, which can't be reloaded yet. Name the checkpoint it was "
-            "saved from, or start the engine from it."
-        )

@@ -157,13 +157,6 @@ class KvScales:
             if kinds:
                 placed(unit, self._place(unit, kinds, recording, undo))
 
-    def paths(self, unit: str) -> set[str]:
-        """The paths of everything about scales that an attention layer holds, when processed or not."""
-        names = {f"{kind}_{suffix}" for kind in KINDS for suffix in _SUFFIXES}
-        names |= {f"_{k}_scale{end}" for k in KINDS for end in ("", "_float", "_cpu")}
-        found = {join(unit, name) for name in names}
-        return found | {f"{path}.<class>" for path in found}
-
     def log_kept(self) -> None:
         """Say which layers were sent some of their scales and keep others; call it when all is done."""
         partly = {
@@ -182,7 +175,7 @@ class KvScales:
 
     def settle(self) -> None:
         """The model's scales are no longer random."""
-        _settled.add(self._model)
+        settle(self._model)
 
     def _has(self, unit: str, kind: str) -> bool:
         return (unit, f"{kind}_scale") in self._parameters
@@ -203,7 +196,7 @@ class KvScales:
             if kind in KINDS_WITH_HOST_TENSOR:
                 name = f"_{kind}_scale_cpu"
                 changed |= self._fill(live, unit, name, getattr(layer, name), undo)
-        self._forget_baked(live, unit, undo)
+        forget_baked(live, unit, self._construction.vllm_config, undo)
         return changed
 
     def _fill(self, live: Any, unit: str, name: str, new: torch.Tensor, undo: UndoLog) -> bool:
@@ -277,21 +270,37 @@ class KvScales:
             recording.play(parameter, recording.stand_in(memory, parameter))
         return nn.Parameter(memory, requires_grad=False)
 
-    def _forget_baked(self, live: Any, unit: str, undo: UndoLog) -> None:
-        """Let the backend compute anew what it made of the old floats when it first ran."""
-        impl = getattr(live, "impl", None)
-        names = [n for n in _BAKED if getattr(impl, n, None) is not None]
-        if not names:
-            return
-        config = self._construction.vllm_config
-        if not config.model_config.enforce_eager or live._o_scale_float is not None:
-            raise ReloadInPlaceError(
-                f"{unit}: its backend ({type(impl).__name__}) took the KV scales into captured graphs "
-                "or fused kernels when it first ran.\nStart the engine with enforce_eager=True to "
-                "update KV scales, or start it anew from a checkpoint that holds them."
-            )
-        for name in names:
-            _assign(impl, name, None, undo)
+
+def paths(unit: str) -> set[str]:
+    """The paths of everything about scales that an attention layer holds, when processed or not."""
+    names = {f"{kind}_{suffix}" for kind in KINDS for suffix in _SUFFIXES}
+    names |= {f"_{k}_scale{end}" for k in KINDS for end in ("", "_float", "_cpu")}
+    found = {join(unit, name) for name in names}
+    return found | {f"{path}.<class>" for path in found}
+
+
+def settle(model: nn.Module) -> None:
+    """Note that the KV scales of `model` are no longer random."""
+    _settled.add(model)
+
+
+def forget_baked(live: Any, unit: str, vllm_config: Any, undo: UndoLog) -> None:
+    """Let the backend compute anew what it made of the old floats when it first ran.
+
+    Raises `ReloadInPlaceError` where captured graphs or fused kernels keep them.
+    """
+    impl = getattr(live, "impl", None)
+    names = [n for n in _BAKED if getattr(impl, n, None) is not None]
+    if not names:
+        return
+    if not vllm_config.model_config.enforce_eager or live._o_scale_float is not None:
+        raise ReloadInPlaceError(
+            f"{unit}: its backend ({type(impl).__name__}) took the KV scales into captured graphs "
+            "or fused kernels when it first ran.\nStart the engine with enforce_eager=True to "
+            "update KV scales, or start it anew from a checkpoint that holds them."
+        )
+    for name in names:
+        _assign(impl, name, None, undo)
 
 
 def _assign(owner: Any, name: str, value: Any, undo: UndoLog) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 
+from vllm_sharded_state import held
 from vllm_sharded_state.state.recording import Recording
 from vllm_sharded_state.state.twin import Twin, source_parameters
 
@@ -65,6 +66,8 @@ class Original:
         if self._read:
             return
         self._read = True
+        if held.sharded_state(self._config.load_config, self._config.model_config) is not None:
+            return  # of this rank's tensors under the model's own names, which are others
         loader: Any = get_model_loader(self._config.load_config)
         if not hasattr(loader, "get_all_weights"):
             return

@@ -5,7 +5,7 @@ closures, other modules) sees the new state: bytes are copied in place; Python v
 that processing made are assigned where the old ones were.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from vllm_sharded_state.errors import ReloadInPlaceError, listed
 from vllm_sharded_state.state import boundaries, plain
-from vllm_sharded_state.state.compare import describe, place, same_form
+from vllm_sharded_state.state.compare import describe, place, repeats_elements, same_form
 from vllm_sharded_state.state.kernels import same_bits
 from vllm_sharded_state.state.walk import Kind, Leaf
 
@@ -21,6 +21,8 @@ from .undo import UndoLog
 
 #: By the place of each tensor that was sent: the path under which it came first, and if it changed.
 Written = dict[tuple[object, ...], tuple[str, bool]]
+#: A live leaf, what assigns it, and the new value.
+Assignment = tuple[Leaf, Callable[[Any], None], Any]
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Placing:
 
     unit: str
     copies: list[tuple[Leaf, torch.Tensor]] = field(default_factory=list)
-    assignments: list[tuple[Leaf, Callable[[Any], None], Any]] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
 
     def refuse_unfit(self) -> None:
@@ -88,9 +90,7 @@ class Placing:
                         live.data.copy_(new)
             else:
                 _copy_all(different)
-        for leaf, assign, value in self.assignments:
-            undo.keep_value(assign, leaf.value)
-            assign(value)
+        assign_all(self.assignments, undo)
         return changed or bool(self.assignments)
 
     def _different(self, written: Written) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
@@ -137,6 +137,13 @@ def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         raise
 
 
+def assign_all(assignments: Iterable[Assignment], undo: UndoLog) -> None:
+    """Assign, keeping in `undo` what was there."""
+    for leaf, assign, value in assignments:
+        undo.keep_value(assign, leaf.value)
+        assign(value)
+
+
 def plan(
     unit: str,
     live: Mapping[str, Leaf],
@@ -178,7 +185,7 @@ def _tensor(
     elif not same_form(old.value, tensor):
         here, there = describe(old.value), describe(tensor)
         placing.unfit.append(f"{path}: {here} in the running model, {there} with the new weights")
-    elif any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+    elif repeats_elements(tensor):
         placing.unfit.append(f"{path}: an expanded tensor, which can't be filled in place")
     elif _holds_addresses(tensor) and not same_bits(old.value, tensor):
         placing.unfit.append(f"{path}: it holds addresses")

@@ -32,7 +32,7 @@ from vllm_sharded_state.state.recording import Recording
 from vllm_sharded_state.state.twin import Twin, source_parameters
 from vllm_sharded_state.state.units import Unit
 
-from . import lost
+from . import kv, lost
 from .building import Builder
 from .derived import Derived
 from .handles import Handles
@@ -256,7 +256,7 @@ class Transaction:
             built, before = self._builder.build(name, wanted, live)
             is_attention = is_deferred_attention_layer(live_unit.root)
             if is_attention:
-                scales = self._scales.paths(name)
+                scales = kv.paths(name)
                 built = {path: leaf for path, leaf in built.items() if path not in scales}
                 live = {path: leaf for path, leaf in live.items() if path not in scales}
             placing = plan(name, live, built, before, is_attention)

@@ -8,8 +8,11 @@ from typing import Any
 import psutil
 import torch
 
+from vllm_sharded_state.checkpoint.checksum import CHUNK
+from vllm_sharded_state.checkpoint.memory import slabs
 from vllm_sharded_state.errors import ReloadBrokenError, ReloadRoomError
 from vllm_sharded_state.state.compare import place
+from vllm_sharded_state.state.kernels import same_bits
 
 #: Host memory that stays free when the log is planned or grows, as a share of what is available.
 _SPARE = 0.1
@@ -26,7 +29,7 @@ class UndoLog:
     def __init__(self) -> None:
         self.nbytes = 0
         self._steps: list[Callable[[], object]] = []
-        self._places: set[tuple[object, ...]] = set()
+        self._places: dict[tuple[object, ...], torch.Tensor] = {}
 
     def keep_tensor(self, tensor: torch.Tensor) -> None:
         """Keep the bytes of `tensor`, which lies in the model and is about to be overwritten.
@@ -43,9 +46,15 @@ class UndoLog:
                 "room for one layer only."
             )
         old = torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor)
-        self._places.add(place(tensor))
+        self._places[place(tensor)] = old
         self.nbytes += old.nbytes
         self._steps.append(lambda: tensor.data.copy_(old))
+
+    def differs(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, of which `keep_tensor` has the bytes, holds others now."""
+        old = self._places[place(tensor)]
+        pairs = zip(slabs(old, CHUNK), slabs(tensor.detach(), CHUNK), strict=True)
+        return any(not same_bits(before, now) for before, now in pairs)
 
     def exchange(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
         """Give `tensor` the bytes of `new`, whose memory then keeps those of `tensor`.
@@ -63,7 +72,7 @@ class UndoLog:
         if place(tensor) in self._places:
             tensor.data.copy_(new)
             return
-        self._places.add(place(tensor))
+        self._places[place(tensor)] = new
         self._steps.append(put_back)
         self.nbytes += new.nbytes
         while done < live.numel():

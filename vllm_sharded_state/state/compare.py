@@ -109,7 +109,7 @@ def _tensor(leaf: Leaf, other: Leaf, bytes_matter: bool, result: Difference) -> 
     elif other.value.is_meta or not bytes_matter or not same_bits(leaf.value, other.value):
         if _is_address_tensor(leaf.value):
             result.captured.append(leaf.path)
-        elif _repeats_elements(other.value):
+        elif repeats_elements(other.value):
             result.unfit.append(f"{leaf.path}: an expanded tensor, which can't be filled in place")
         else:
             result.tensors.append(leaf)
@@ -132,7 +132,7 @@ def _value(leaf: Leaf, other: Leaf, result: Difference) -> None:
         result.values.append(leaf)
 
 
-def _repeats_elements(tensor: torch.Tensor) -> bool:
+def repeats_elements(tensor: torch.Tensor) -> bool:
     """Whether several elements lie at one place in memory."""
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -147,12 +147,13 @@ def _is_address_tensor(tensor: torch.Tensor) -> bool:
 #: Tensors that no loader fills; some are cast when the model first runs, as rotary caches are.
 _OUTSIDE = (Kind.ATTRIBUTE, Kind.TRANSIENT)
 
-_CONTAINERS = tuple(f"builtins.{name}" for name in ("dict", "list", "set", "tuple"))
+#: Said of containers, whose content is judged leaf by leaf.
+CONTAINERS = tuple(f"builtins.{name}" for name in ("dict", "list", "set", "tuple"))
 
 
 def _unmatched(leaf: Leaf, live: dict[str, Leaf], result: Difference) -> None:
     """A live leaf that a load does not create; a plain attribute of the module can be added."""
-    if leaf.kind is Kind.VALUE and (leaf.value is None or leaf.value in _CONTAINERS):
+    if leaf.kind is Kind.VALUE and (leaf.value is None or leaf.value in CONTAINERS):
         return  # nothing, or a container whose content is judged leaf by leaf
     holder = live.get(leaf.path.removesuffix(".<class>"))
     if holder is not leaf and holder is not None and holder.is_tensor:

@@ -4,6 +4,7 @@ Two modules that give bit-equal results on dense random inputs hold the same wei
 them. Mixtures of experts and attention have no such entry point; what they hold is in tensors.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -137,9 +138,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _dense_input(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _noise(rows, width, dtype).to(device, copy=True)  # a kernel may write to its input
+
+
+@functools.lru_cache(maxsize=16)  # layers of a model have few widths; megabytes
+def _noise(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(20240229)
     x = torch.randn(rows, width, generator=generator, dtype=torch.float32, device="cpu")
-    return x.to(dtype).to(device)
+    return x.to(dtype)
 
 
 def _routing(rows: int, top_k: int, experts: int, device: torch.device) -> dict[str, torch.Tensor]:
