@@ -80,6 +80,8 @@ class Job:
     register: str | None = None
     digest: bool = False
     blind: bool = False
+    save: str | None = None
+    layout: str | None = None
 
 
 def _tensors(step: Step, model: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ before the call is computed before it too: each worker takes its calls in turn.
 from collections.abc import Callable
 from typing import Any
 
-from vllm_sharded_state.errors import ReloadAsleepError, ReloadBusyError
+from vllm_sharded_state.errors import ReloadAsleepError, ReloadBusyError, ShardedStateError
 
 from . import caches
 from .attempt import Answer, attempt, first_error
