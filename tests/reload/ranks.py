@@ -2,22 +2,30 @@
 
     python -m tests.reload.ranks RANK MEETING OLD NEW RESULT.json
 
-First rank 1 alone is sent a scale that is NaN, then both are sent the new checkpoint.
+First rank 1 alone is sent a scale that is NaN, then both are sent the new checkpoint, with
+`reload_weights`. Then, in updates that come in calls, the old one: rank 1 fails, and never comes to the
+end; rank 0 waits for rank 1, which comes too late; and both are on time.
 """
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 
-def _attempt(config: Any, model: Any, tensors: dict[str, Any]) -> str | None:
+def _attempt(config: Any, model: Any, tensors: Any, phases: Any = ()) -> str | None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
+    from tests.reload.updating import update
+
     try:
         with set_current_vllm_config(config):
-            inplace.reload_weights(config, model, iter(tensors.items()), None, True)
+            if phases:
+                update(model, iter(tensors.items()), 2, phases)
+            else:
+                inplace.reload_weights(config, model, iter(tensors.items()), None, True)
     except Exception as error:  # noqa: BLE001 - a failure is a result here
         return f"{type(error).__name__}: {error}"
     return None
@@ -34,8 +42,10 @@ def main() -> None:
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
+    from tests.reload.updating import PHASES
     from tests.support.model_level import COMMON
     from tests.support.snapshot import snapshot
+    from vllm_sharded_state.reload import peers
 
     load_general_plugins()
     _set_torch_accelerator_to_noop()
@@ -55,17 +65,36 @@ def main() -> None:
     del fresh
     config, model = load(old)
     result["before"] = snapshot(model)
-    tensors: dict[str, Any] = {}
-    for file in sorted(Path(new).glob("*.safetensors")):
-        tensors |= load_file(file)
-    bad = dict(tensors)
-    if rank == 1:
-        name = "model.layers.1.self_attn.v_scale"
-        bad[name] = torch.full_like(bad[name], float("nan"))
-    result["error"] = _attempt(config, model, bad)
+
+    def tensors(path: str, good: bool = True) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            found |= load_file(file)
+        if not good and rank == 1:
+            name = "model.layers.1.self_attn.v_scale"
+            found[name] = torch.full_like(found[name], float("nan"))
+        return found
+
+    result["error"] = _attempt(config, model, tensors(new, good=False))
     result["after"] = snapshot(model)
-    result["second error"] = _attempt(config, model, tensors)
+    result["second error"] = _attempt(config, model, tensors(new))
     result["second"] = snapshot(model)
+
+    began = time.monotonic()
+    result["update error"] = _attempt(config, model, tensors(old, good=False), PHASES)
+    result["update"] = snapshot(model)
+    peers.PATIENCE_S = 1.0
+    if rank == 1:
+        result["late start"] = _attempt(config, model, tensors(old), ("start", "send"))
+        time.sleep(4)
+        result["late error"] = _attempt(config, model, {}, ("finish",))
+    else:
+        result["late error"] = _attempt(config, model, tensors(old), PHASES)
+    result["late"] = snapshot(model)
+    peers.PATIENCE_S = 60.0
+    result["last error"] = _attempt(config, model, tensors(old), PHASES)
+    result["last"] = snapshot(model)
+    result["seconds"] = time.monotonic() - began
     Path(made).write_text(json.dumps(result))
 
 

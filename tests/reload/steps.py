@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+from tests.reload.updating import PHASES, update  # noqa: E402
 from tests.support.batch import check_way  # noqa: E402
 from tests.support.model_level import loaded  # noqa: E402
 from tests.support.process import run_whole, serve  # noqa: E402
@@ -34,6 +35,9 @@ class Step:
     raise_at: the iterator raises instead of giving tensor number so and so. kernel_format: tensors are
     the running model's own, by its names, times `times`. atomic: VSS_RELOAD_ATOMIC. available: bytes of
     host memory that are left, as the operating system would tell.
+
+    calls: send it in an update, so many tensors a call, instead of `reload_weights`; `phases` are those
+    that happen. reused: what was sent is overwritten after each call.
     """
 
     directory: str | None = None
@@ -52,6 +56,9 @@ class Step:
     kernel_format: bool = False
     times: float = 1.0
     mutate: str | None = None
+    calls: int | None = None
+    phases: list[str] = dataclasses.field(default_factory=lambda: list(PHASES))
+    reused: bool = False
 
 
 @dataclasses.dataclass
@@ -104,7 +111,8 @@ def _iterator(step: Step, model: Any) -> Iterator[tuple[str, Any]]:
         raise OSError("the trainer went away")
 
 
-def _take(step: Step, model: Any, config: Any) -> None:
+def _take(step: Step, model: Any, config: Any) -> list[str]:
+    """Do the step; the names that `load_weights` returned, where the step calls it."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
@@ -116,7 +124,10 @@ def _take(step: Step, model: Any, config: Any) -> None:
     if step.kernel_format:
         weights = _iterator(step, model)
     with set_current_vllm_config(config), _host(step):  # As Worker.reload_weights does.
+        if step.calls:
+            return sorted(update(model, weights, step.calls, step.phases, step.reused))
         inplace.reload_weights(config, model, weights, step.path, not step.kernel_format)
+    return []
 
 
 @contextlib.contextmanager
@@ -173,9 +184,9 @@ def run(job: Job) -> dict[str, Any]:
             for given in job.steps:
                 step, before = Step(**given), _places(model)
                 name = config.model_config.model
-                error = None
+                error, names = None, list[str]()
                 try:
-                    _take(step, model, config)
+                    names = _take(step, model, config)
                 except Exception as caught:  # noqa: BLE001 - every failure is a result here
                     error = {
                         "type": type(caught).__name__,
@@ -191,6 +202,7 @@ def run(job: Job) -> dict[str, Any]:
                 result["steps"].append(
                     {
                         "error": error,
+                        "loaded": names,
                         "moved": moved,
                         "meta": meta,
                         "renamed": config.model_config.model != name,

@@ -47,3 +47,18 @@ def test_a_rank_that_fails_while_the_other_succeeds(tmp_path: Path) -> None:
         assert differences(rank["second"], rank["fresh"]) == []
         assert differences(rank["fresh"], rank["before"]) != []
     assert differences(ranks[0]["fresh"], ranks[1]["fresh"]) != []
+
+    # In calls: rank 1 never comes to the end, and rank 0 does not wait for it.
+    assert ranks[1]["update error"].startswith("ReloadScaleError")
+    assert ranks[0]["update error"].startswith("ReloadPeerError")
+    assert "rank 1: ReloadScaleError: model.layers.1.self_attn.v_scale" in ranks[0]["update error"]
+    # It comes too late: rank 0 has given up, so rank 1 does too.
+    assert ranks[1]["late start"] is None
+    for rank in ranks:
+        assert differences(rank["update"], rank["fresh"]) == []
+        assert rank["late error"].startswith("ReloadPeerError")
+        assert "rank 0: waited 1 s for the other ranks" in rank["late error"]
+        assert differences(rank["late"], rank["fresh"]) == []
+        assert rank["last error"] is None
+        assert differences(rank["last"], rank["before"]) == []
+        assert rank["seconds"] < 60

@@ -44,7 +44,7 @@ class Spec:
     reload: list[str] = dataclasses.field(default_factory=list)
 
 
-def _outputs(llm: Any, spec: Spec) -> Any:
+def outputs(llm: Any, spec: Spec) -> Any:
     prompts = [{"prompt_token_ids": ids} for ids in spec.prompts]
     if spec.pooling:
         return [[x.hex() for x in out.outputs.embedding] for out in llm.embed(prompts)]
@@ -73,7 +73,7 @@ def _reload(llm: Any, path: str, spec: Spec) -> dict[str, Any]:
         error = {"type": type(caught).__name__, "message": str(caught)}
         del caught
     llm.reset_prefix_cache()
-    return {"error": error, "outputs": _outputs(llm, spec)}
+    return {"error": error, "outputs": outputs(llm, spec)}
 
 
 def _snapshot(model: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def run(spec: Spec) -> dict[str, Any]:
         result["start_s"] = round(time.perf_counter() - began, 2)
         if spec.mutate:
             llm.apply_model(_mutate(spec.mutate))
-        result["outputs"] = _outputs(llm, spec)
+        result["outputs"] = outputs(llm, spec)
         if spec.snapshot:
             (result["snapshot"],) = llm.apply_model(_snapshot)
         if spec.save:
@@ -112,7 +112,7 @@ def run(spec: Spec) -> dict[str, Any]:
             )
             result["save_s"] = round(time.perf_counter() - began, 2)
         if spec.again:
-            result["again"] = _outputs(llm, spec)
+            result["again"] = outputs(llm, spec)
         result["reloads"] = [_reload(llm, path, spec) for path in spec.reload]
     except Exception as error:  # noqa: BLE001 - every failure is a result here
         result["error"] = {

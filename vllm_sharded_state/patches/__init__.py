@@ -3,6 +3,8 @@
 from vllm_sharded_state import envs
 from vllm_sharded_state.patches import (
     compressed_tensors_kv_pre_processed,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
     kv_cache_pre_processed,
     kv_cache_scale_dtype,
     layerwise_any_loader,
@@ -13,6 +15,9 @@ from vllm_sharded_state.patches import (
     sharded_state_load_weights,
     sharded_state_save_model,
     untie_word_embeddings,
+    worker_finish_weight_update,
+    worker_start_weight_update,
+    worker_update_weights,
 )
 from vllm_sharded_state.patches.contract import Patch, Status
 
@@ -25,6 +30,11 @@ PATCHES: tuple[Patch, ...] = (
     layerwise_any_loader.PATCH,
     remember_construction.PATCH,
     reload_weights.PATCH,
+    initialize_layerwise_reload.PATCH,
+    finalize_layerwise_reload.PATCH,
+    worker_start_weight_update.PATCH,
+    worker_update_weights.PATCH,
+    worker_finish_weight_update.PATCH,
     sharded_state_init.PATCH,
     sharded_state_load_model.PATCH,
     sharded_state_load_weights.PATCH,

@@ -65,6 +65,11 @@ class Intake:
         after = f"after {self.current}" if self.current else "before the first tensor"
         return f" {after} ({len(self.sent)} tensors)"
 
+    def release(self) -> None:
+        """A call has ended: let go of the memory of its tensors, where others may lie next."""
+        self._idle.release()
+        self._written = {}  # by a model that collects tensors, after it had seen the last
+
     @property
     def unplaced(self) -> list[str]:
         """The names of which no weight loader was given anything."""
@@ -151,7 +156,7 @@ class _Idle:
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor | None] = {}
         self._spans: list[tuple[int, int, str]] = []
 
     @property
@@ -165,6 +170,11 @@ class _Idle:
         if tensor.numel():
             start = tensor.data_ptr()
             bisect.insort(self._spans, (start, start + tensor.nbytes, name))
+
+    def release(self) -> None:
+        """Keep the names only."""
+        self._tensors = dict.fromkeys(self._tensors)
+        self._spans.clear()
 
     def take(self, loaded: list[torch.Tensor]) -> str | None:
         """The name under which what is `loaded` now was sent before, if it was."""

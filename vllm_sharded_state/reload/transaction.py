@@ -109,13 +109,21 @@ class Transaction:
                     "tried out beside the old ones. Start the engine anew."
                 )
 
-    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take `weights` in; call it as often as there are more. Raises `ReloadError`, undone."""
+    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Take `weights` in; call it as often as there are more. Raises `ReloadError`, undone.
+
+        Returns what the model's `load_weights` does: the names of the parameters that it loaded.
+        """
         try:
-            self._load(self._intake.stream(weights, self._recording, self._place_complete))
+            return self._load(self._intake.stream(weights, self._recording, self._place_complete))
         except BaseException as error:
             self._fail(error)
             raise
+
+    def own(self) -> None:
+        """Copy what is held of the sender's memory, each tensor on its device: it may be reused."""
+        self._intake.release()
+        self._recording.own()
 
     def complete(self) -> None:
         """See that everything that was touched is whole and in place. Raises `ReloadError`, undone."""
@@ -127,6 +135,13 @@ class Transaction:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def abandon(self) -> str:
+        """Undo everything, and say what the engine holds now. Raises `ReloadBrokenError`."""
+        self._undo.roll_back()
+        if self._atomic == "model" or not self._done:
+            return "The engine holds the weights it had before."
+        return f"These units hold new weights, all others their old ones:\n{listed(self._done)}"
 
     def take_back(self, error: ReloadError) -> NoReturn:
         """Undo everything for a reason of the caller's, and raise `error`."""
@@ -149,9 +164,9 @@ class Transaction:
         self._undo.forget()
         return report
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         try:
-            self._recording.run(weights)
+            return self._recording.run(weights)
         except ShardedStateError:
             raise
         except Exception as error:
@@ -168,15 +183,9 @@ class Transaction:
 
     def _fail(self, error: BaseException) -> None:
         """Undo everything, and say in `error` what the engine holds now."""
-        new = sorted(self._done)
-        self._undo.roll_back()
-        if not isinstance(error, ReloadError):
-            return
-        if self._atomic == "model" or not new:
-            said = "The engine holds the weights it had before."
-        else:
-            said = f"These units hold new weights, all others their old ones:\n{listed(new)}"
-        error.args = (f"{error}\n{said}",)
+        said = self.abandon()
+        if isinstance(error, ReloadError):
+            error.args = (f"{error}\n{said}",)
 
     def _loadable(self, name: str) -> dict[str, torch.Tensor]:
         """The source tensors of a unit but for KV scales, by key."""
