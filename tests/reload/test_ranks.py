@@ -48,7 +48,8 @@ def test_a_rank_that_fails_while_the_other_succeeds(tmp_path: Path) -> None:
         assert differences(rank["fresh"], rank["before"]) != []
     assert differences(ranks[0]["fresh"], ranks[1]["fresh"]) != []
 
-    # In calls: rank 1 never comes to the end, and rank 0 does not wait for it.
+    # In calls: rank 1 never comes to the end, and rank 0 does not wait for it (two minutes, by default).
+    assert ranks[0]["seconds"] < 60
     assert ranks[1]["update error"].startswith("ReloadScaleError")
     assert ranks[0]["update error"].startswith("ReloadPeerError")
     assert "rank 1: ReloadScaleError: model.layers.1.self_attn.v_scale" in ranks[0]["update error"]
@@ -61,4 +62,3 @@ def test_a_rank_that_fails_while_the_other_succeeds(tmp_path: Path) -> None:
         assert differences(rank["late"], rank["fresh"]) == []
         assert rank["last error"] is None
         assert differences(rank["last"], rank["before"]) == []
-        assert rank["seconds"] < 60

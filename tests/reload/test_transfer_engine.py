@@ -31,4 +31,5 @@ def test_an_update_is_taken_on_both_ranks_or_on_none(tmp_path: Path) -> None:
     assert "Nothing was taken" in result["finished broken"]
     assert "Layers were sent in part" in result["finished early"]
     assert result["after early"] == result["old"]
+    assert result["between"] != result["old"]  # an engine that runs, with some layers new
     assert result["new"] == fresh["old"]

@@ -82,6 +82,7 @@ def run(given: Given) -> dict[str, Any]:
 
     llm.collective_rpc("start_weight_update")
     llm.collective_rpc("update_weights", kwargs={"update_info": first})
+    result["between"] = said()
     llm.collective_rpc("start_weight_update")
     for chunk in (first, *rest):
         llm.collective_rpc("update_weights", kwargs={"update_info": chunk})

@@ -41,6 +41,9 @@ class Agreement:
     each update, in the same order.
     """
 
+    #: The step that was decided last, of any update.
+    _last: str | None = None
+
     def __init__(self) -> None:
         self._number = next(_numbers)
         self._step = 0
@@ -61,8 +64,9 @@ class Agreement:
         if store is None:
             return None
         group, key = parallel_state.get_world_group(), self._key()
-        if store.add(f"{key}/arrived", 1) == group.world_size:
+        if store.add(_arrivals(key), 1) == group.world_size:
             store.compare_set(key, "", _ALL)
+            self._forget_last(store)
         try:
             store.wait([key], timedelta(seconds=PATIENCE_S))
         except RuntimeError:  # how stores tell that the time is over; one that is gone raises again
@@ -70,10 +74,22 @@ class Agreement:
             store.compare_set(key, "", waited)
         decision = store.get(key).decode()
         self._step += 1
+        Agreement._last = key
         return None if decision == _ALL else decision
 
     def _key(self) -> str:
         return f"vss/update/{self._number}/{self._step}"
+
+    @staticmethod
+    def _forget_last(store: Any) -> None:
+        """Remove the step before from the store: every rank has come further."""
+        if Agreement._last is not None:
+            store.delete_key(Agreement._last)
+            store.delete_key(_arrivals(Agreement._last))
+
+
+def _arrivals(key: str) -> str:
+    return f"{key}/arrived"
 
 
 _ALL = "all"
