@@ -1,5 +1,6 @@
 """The patches of updates that come in calls: handed over, or left to upstream, wherever they reach."""
 
+import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from vllm_sharded_state.patches import (
     worker_update_weights,
 )
 from vllm_sharded_state.patches.inward import stand_in
+from vllm_sharded_state.reload import session
 
 LAYERWISE = (initialize_layerwise_reload, finalize_layerwise_reload)
 
@@ -53,7 +55,15 @@ def test_finalize_runs_the_original_where_no_transaction_was_begun(is_ours):
     assert seen == ([] if is_ours else [(model, "config")])
 
 
-def test_finalize_takes_upstreams_names(monkeypatch):
+def test_a_model_of_unknown_construction_is_left_to_upstream_with_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    model = torch.nn.Module()
+    assert session.begin(model) is False
+    assert "not known from which configuration" in caplog.text
+    assert session.finish(model) is False
+
+
+def test_finalize_takes_upstreams_names():
     seen = []
     patched = finalize_layerwise_reload.make(lambda model, model_config: seen.append(model_config))
     with stand_in("reload.session", "finish", lambda model: False):

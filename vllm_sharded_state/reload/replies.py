@@ -40,12 +40,15 @@ class _Reply:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)  # a shutdown may come from another thread
 
-    def dequeue(self, timeout: float | None = None) -> Any:
-        """The reply to this call. Raises `TimeoutError`; the reply is then dropped when it comes."""
+    def dequeue(self, *args: Any, **kwargs: Any) -> Any:
+        """The reply to this call; the arguments are the queue's own.
+
+        Raises `TimeoutError`; the reply is then dropped when it comes.
+        """
         if not self._asked:
             _ask(self._queue)
         while True:
-            reply = self._queue.dequeue(timeout=timeout)
+            reply = self._queue.dequeue(*args, **kwargs)
             _owed[self._queue] -= 1
             if not _owed[self._queue]:
                 return reply
