@@ -145,6 +145,10 @@ class ReloadPeerError(ReloadError):
     """Another rank could not take the new weights, so this one does not either."""
 
 
+class ReloadEndedError(ReloadError):
+    """An update is continued, or finished, that has failed and was taken back."""
+
+
 class ReloadBrokenError(ReloadError):
     """The old weights could not be put back; the engine has to be started anew."""
 

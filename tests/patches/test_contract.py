@@ -1,6 +1,7 @@
 """The conditions under which a patch is made, on stand-ins for upstream."""
 
 import pytest
+import torch
 
 from tests.patches.toys import FOREIGN, a_patch, make_module
 from vllm_sharded_state.errors import PatchError
@@ -58,6 +59,16 @@ def test_refuses_a_foreign_replacement_and_says_whose(upstream, foreign):
     with pytest.raises(PatchError, match=r"'toy'.*upstreamlib\.double.*by foreignlib\.double"):
         a_patch().apply()
     assert upstream.double is foreign.double
+
+
+def test_torchs_own_decorators_are_looked_through(upstream, foreign):
+    """Upstream decorates with `torch.no_grad()`; so might somebody who replaced its function."""
+    upstream.double = torch.no_grad()(upstream.double)
+    assert a_patch().apply() is Status.APPLIED
+    a_patch().undo()
+    upstream.double = torch.no_grad()(foreign.wrap(upstream.double))
+    with pytest.raises(PatchError, match=r"by foreignlib\.double"):
+        a_patch().apply()
 
 
 def test_refuses_a_foreign_wrapper_that_copied_upstreams_names(upstream, foreign):

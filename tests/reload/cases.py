@@ -296,3 +296,48 @@ RETIED = [
     for way in (PACKED, TENSORS)
 ]
 UNTIED = case("untied", "llama-untied", GOOD, {"directory": "old"})
+# Updates that come in calls. Memory is reused by the sender unless the fault of stock is another one.
+ONE, TWO = {"calls": 1}, {"calls": 2}
+REUSED = {"reused": True}
+#: In calls of one tensor, then the old weights in calls cut anywhere: between them every kind of layer.
+IN_CALLS = [
+    case(f"calls {kind} {way}", kind, ONE | REUSED, {"calls": 5, "directory": "old"} | REUSED, way=way)
+    for way, kinds in {
+        PACKED: ["llama-tied", "llama-hand-set", "llama-kv-head", "llama-w4a16", "llama-lora",
+                 "mixtral", "deepseek-v2"],
+        TENSORS: ["llama", "llama-kv", "gpt-oss", "bert"],
+    }.items()
+    for kind in kinds
+]  # fmt: skip
+UPDATE = case("stock update", "llama", TWO)
+UPDATE_PART = case("stock update part", "llama", TWO | {"only": Q0}, TWO, way=TENSORS)
+UPDATE_FAILS = case("stock update fails", "llama", TWO | {"raise_at": 9}, TWO)
+UPDATE_REUSED = case("stock update reused", "llama", TWO | REUSED, way=TENSORS)
+UPDATE_FAULTS = [
+    (case(f"update fault {label}", kind, TWO | REUSED | step, TWO | REUSED), error, named)
+    for label, kind, error, named, step in _FAULTS
+    if "path" not in step
+]
+UPDATE_SCALES = case(
+    "update scales", "llama-w8a8-kv", ONE | REUSED | {"only": r"_scale$", "drop": "weight_scale"}
+)
+_OPEN = TWO | REUSED | {"phases": ["start", "send"]}
+ABANDONED = case("abandoned", "llama", _OPEN | {"only": r"layers\.0"}, TWO | REUSED)
+MEANWHILE = case("meanwhile", "llama", _OPEN, GOOD, TWO | {"phases": ["finish"]})
+ENDED = case(
+    "ended",
+    "llama",
+    _OPEN | {"again": "model.norm.weight"},
+    *(TWO | {"phases": [phase]} for phase in ("send", "finish")),
+    TWO,
+)
+UPDATE_BY_LAYER = case(
+    "update by layer", "llama", TWO | {"raise_at": 12, "atomic": "layer"}, TWO, way=TENSORS
+)
+BY_THEMSELVES = case(
+    "by themselves",
+    "llama",
+    TWO | {"phases": ["start"]},
+    TWO | {"phases": ["finish"]},
+    engine={"weight_transfer_config": {"backend": "nccl_m2n"}},
+)

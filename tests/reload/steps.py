@@ -21,6 +21,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 from tests.reload.states import STATES  # noqa: E402
+from tests.reload.updating import PHASES, update  # noqa: E402
 from tests.support.batch import check_way  # noqa: E402
 from tests.support.model_level import loaded  # noqa: E402
 from tests.support.places import moved, places  # noqa: E402
@@ -40,6 +41,9 @@ class Step:
     state: one of `tests.reload.states`. Without `directory` and `path` the model's own checkpoint is read
     again. spoil: what is done to a copy of `path`, which is read then. save: where the model is saved
     afterwards.
+
+    calls: send it in an update, so many tensors a call, instead of `reload_weights`; `phases` are those
+    that happen. reused: what was sent is overwritten after each call.
     """
 
     directory: str | None = None
@@ -63,6 +67,9 @@ class Step:
     state: str | None = None
     spoil: str | None = None
     save: str | None = None
+    calls: int | None = None
+    phases: list[str] = dataclasses.field(default_factory=lambda: list(PHASES))
+    reused: bool = False
 
 
 @dataclasses.dataclass
@@ -123,8 +130,8 @@ def _iterator(step: Step, model: Any) -> Iterator[tuple[str, Any]]:
         raise OSError("the trainer went away")
 
 
-def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | None:
-    """Reload as Worker.reload_weights does; what our call reports, if it is ours."""
+def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | list[str] | None:
+    """Do the step: what our `reload_weights` reports, or the names that `load_weights` returns."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
@@ -142,6 +149,8 @@ def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | None:
     state = STATES[step.state](config) if step.state else contextlib.nullcontext()
     worker = set_current_vllm_config(config)  # As Worker.reload_weights does.
     with call.made(**step.options) as made, worker, _host(step), state:
+        if step.calls:
+            return sorted(update(model, weights, step.calls, step.phases, step.reused))
         inplace.reload_weights(config, model, weights, _path(step), not step.kernel_format)
     if step.save:
         _save(model, step.save, None)
@@ -245,6 +254,7 @@ def run(job: Job) -> dict[str, Any]:
                         "error": error,
                         "report": report,
                         "moved": moved(before, after),
+                        "loaded": report if step.calls else [],
                         "meta": meta,
                         "renamed": config.model_config.model != name,
                         "snapshot": None if meta else snapshot(model, job.kernels),

@@ -51,7 +51,7 @@ class Spec:
     draft: bool = False
 
 
-def _outputs(llm: Any, spec: Spec) -> Any:
+def outputs(llm: Any, spec: Spec) -> Any:
     prompts = [{"prompt_token_ids": ids} for ids in spec.prompts]
     if spec.pooling:
         return [[x.hex() for x in out.outputs.embedding] for out in llm.embed(prompts)]
@@ -90,9 +90,9 @@ def _reload(llm: Any, given: Any, spec: Spec) -> dict[str, Any]:
         error = {"type": type(caught).__name__, "message": str(caught)}
         del caught
     llm.reset_prefix_cache()
-    outputs = _outputs(llm, spec)
+    said = outputs(llm, spec)
     (after,) = llm.apply_model(places)
-    return {"error": error, "report": report, "outputs": outputs, "moved": moved(before, after)}
+    return {"error": error, "report": report, "outputs": said, "moved": moved(before, after)}
 
 
 def _snapshot(model: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def run(spec: Spec) -> dict[str, Any]:
         result["start_s"] = round(time.perf_counter() - began, 2)
         if spec.mutate:
             llm.apply_model(_mutate(spec.mutate))
-        result["outputs"] = _outputs(llm, spec)
+        result["outputs"] = outputs(llm, spec)
         if spec.snapshot:
             (result["snapshot"],) = llm.apply_model(_snapshot)
         if spec.save:
@@ -137,7 +137,7 @@ def run(spec: Spec) -> dict[str, Any]:
             )
             result["save_s"] = round(time.perf_counter() - began, 2)
         if spec.again:
-            result["again"] = _outputs(llm, spec)
+            result["again"] = outputs(llm, spec)
         result["reloads"] = [_reload(llm, given, spec) for given in spec.reload]
         if spec.digest:
             rpc = "compute_weight_checksums"

@@ -48,6 +48,7 @@ SKIPPED_CLASSES = re.compile(
     |vllm\.lora\.punica_wrapper\.  # scratch that each step overwrites, uninitialized before the first
     |vllm\._custom_ops\.CPUDNNLGEMMHandler  # a native handle: its kernel is run instead
     |torch\._ops|torch\._C|torch\.library
+    |vllm_sharded_state\.  # what stands for load_weights during an update
     """,
     re.VERBOSE,
 )

@@ -236,11 +236,18 @@ def _plain(raw: Any) -> Any:
     return raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
 
 
+#: The module of the wrappers that torch's own decorators make, such as `torch.no_grad()`.
+_TORCH_DECORATORS = "torch.utils._contextlib"
+
+
 def _code_module(function: Any) -> str:
     """Return the module whose code runs, which a copied `__module__` does not change."""
     scope = getattr(function, "__globals__", None)
     if scope is not None:
-        return str(scope.get("__name__", ""))
+        name = str(scope.get("__name__", ""))
+        if name == _TORCH_DECORATORS and hasattr(function, "__wrapped__"):
+            return _code_module(function.__wrapped__)
+        return name
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
 

@@ -76,6 +76,6 @@ PATCH = Patch(
     symbol="reload_weights",
     probe=probe,
     make=make,
-    # Costly to import, and not wanted in every process: later they get the replacement by themselves.
+    # Not imported for this: one that is imported later gets the replacement by itself.
     importers_if_loaded=("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"),
 )

@@ -65,6 +65,11 @@ class Intake:
         after = f"after {self.current}" if self.current else "before the first tensor"
         return f" {after} ({len(self.sent)} tensors)"
 
+    def own(self) -> None:
+        """A call has ended: let go of the memory of its tensors, where others may lie next."""
+        self._idle.own()
+        self._written = {}  # by a model that collects tensors, after it had seen the last
+
     @property
     def unplaced(self) -> dict[str, torch.Tensor]:
         """What no weight loader was given yet, or not as it was sent, by name."""
@@ -153,6 +158,7 @@ class _Idle:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._spans: list[tuple[int, int, str]] = []
+        self._owned: set[str] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Note that `tensor` was passed on as `name`, and no weight loader called."""
@@ -160,6 +166,13 @@ class _Idle:
         if tensor.numel():
             start = tensor.data_ptr()
             bisect.insort(self._spans, (start, start + tensor.nbytes, name))
+
+    def own(self) -> None:
+        """Copy what is held: the memory that it lies in may be reused."""
+        for name in self.tensors.keys() - self._owned:
+            self.tensors[name] = self.tensors[name].detach().clone()
+            self._owned.add(name)
+        self._spans.clear()
 
     def take(self, loaded: list[torch.Tensor]) -> str | None:
         """The name under which what is `loaded` now was sent before, if it was."""

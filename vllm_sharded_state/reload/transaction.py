@@ -101,13 +101,21 @@ class Transaction:
                     "tried out beside the old ones. Start the engine anew."
                 )
 
-    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take `weights` in; call it as often as there are more. Raises `ReloadError`, undone."""
+    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Take `weights` in; call it as often as there are more. Raises `ReloadError`, undone.
+
+        Returns what the model's `load_weights` does: the names of the parameters that it loaded.
+        """
         try:
-            self._load(self._intake.stream(weights, self._recording, self._place_complete))
+            return self._load(self._intake.stream(weights, self._recording, self._place_complete))
         except BaseException as error:
             self._fail(error)
             raise
+
+    def own(self) -> None:
+        """Copy what is held of the sender's memory, each tensor on its device: it may be reused."""
+        self._intake.own()
+        self._recording.own()
 
     def complete(self) -> None:
         """See that everything that was touched is whole and in place. Raises `ReloadError`, undone."""
@@ -127,6 +135,15 @@ class Transaction:
             self._fail(error)
             raise
 
+    def abandon(self) -> str:
+        """Undo everything, and say what the engine holds now. Raises `ReloadBrokenError`."""
+        self._undo.roll_back()
+        if lost.is_lost(self._model):
+            return lost.SAID
+        if not self._is_partly_new:
+            return "The engine holds the weights it had before."
+        return f"These units hold new weights, all others their old ones:\n{listed(self._done)}"
+
     def take_back(self, error: ReloadError) -> NoReturn:
         """Undo everything for a reason of the caller's, and raise `error`."""
         self._fail(error)
@@ -141,9 +158,9 @@ class Transaction:
         lost.found(self._model)
         return self._report
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         try:
-            self._recording.run(weights)
+            return self._recording.run(weights)
         except ShardedStateError:
             raise
         except Exception as error:
@@ -160,18 +177,15 @@ class Transaction:
 
     def _fail(self, error: BaseException) -> None:
         """Undo everything, and say in `error` what the engine holds now."""
-        new = sorted(self._done)
-        self._undo.roll_back()
-        if not isinstance(error, ReloadError):
-            return
-        error.changed = self._atomic == "layer" and bool(new)
-        if lost.is_lost(self._model):
-            said = lost.SAID
-        elif not error.changed:
-            said = "The engine holds the weights it had before."
-        else:
-            said = f"These units hold new weights, all others their old ones:\n{listed(new)}"
-        error.args = (f"{error}\n{said}",)
+        said = self.abandon()
+        if isinstance(error, ReloadError):
+            error.changed = self._is_partly_new
+            error.args = (f"{error}\n{said}",)
+
+    @property
+    def _is_partly_new(self) -> bool:
+        """Whether new weights stay after an error."""
+        return self._atomic == "layer" and bool(self._done)
 
     def _sizes(self) -> dict[str, int]:
         """Bytes of the parameters of each unit that has some; of tied units the first has them."""

@@ -9,6 +9,17 @@ from vllm.model_executor.offloader import NoopOffloader, UVAOffloader, get_offlo
 
 from vllm_sharded_state.errors import ReloadUnsupportedError
 
+#: Backends of vllm/distributed/weight_transfer that write into a model without its `load_weights`.
+_WRITE_BY_THEMSELVES = ("nccl_m2n", "sharded_rdt")
+
+
+def update_reason(vllm_config: Any, model: nn.Module) -> str | None:
+    """As `reason`, of an update that comes in calls, such as through a weight-transfer engine."""
+    transfer = vllm_config.weight_transfer_config
+    if transfer is not None and transfer.backend in _WRITE_BY_THEMSELVES:
+        return f"the transfer backend {transfer.backend} writes into the model by itself"
+    return reason(vllm_config, model)
+
 
 def reason(vllm_config: Any, model: nn.Module) -> str | None:
     """Why vLLM's own reload has to do, which can't be taken back; None where a transaction can.

@@ -48,7 +48,8 @@ _COMPILER = frozenset(
     }
 )
 
-#: Classes from these packages lead out of the model: configuration, communication, compilation.
+#: Classes from these packages lead out of the model: configuration, communication, compilation, and what
+#: this package puts on a model while it takes new weights.
 FOREIGN_PACKAGES = (
     "asyncio.",
     "concurrent.",
@@ -66,6 +67,7 @@ FOREIGN_PACKAGES = (
     "vllm.distributed.",
     "vllm.lora.",
     "vllm.transformers_utils.",
+    "vllm_sharded_state.",
 )
 
 #: Classes and functions without state: which one it is can follow from weights.

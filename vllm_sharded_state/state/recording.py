@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -42,6 +43,7 @@ class Recording:
         self.stretched: list[torch.Tensor] = []
         self._watcher = watcher
         self._calls: dict[int, list[Call]] = defaultdict(list)
+        self._owned: dict[int, int] = {}
         self._originals: dict[int, Callable[..., Any]] = {}
         # By storage; held, so that ids stay those of these tensors.
         self._owners: dict[int, Any] = {
@@ -64,8 +66,11 @@ class Recording:
         """How many times something was loaded into `parameter` that is kept."""
         return len(self._calls.get(id(parameter), ()))
 
-    def run(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give `weights` to the model's `load_weights`. Raises what that raises, or the watcher."""
+    def run(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Give `weights` to the model's `load_weights`, and return what that returns.
+
+        Raises what it raises, or the watcher.
+        """
         config = self.twin.vllm_config
         with (
             torch.no_grad(),
@@ -74,11 +79,26 @@ class Recording:
             self._mode,
         ):
             load: Any = self.twin.model.load_weights
-            load(weights)
+            return load(weights)
+
+    def own(self) -> None:
+        """Copy the tensors of all calls that are kept, each on its device: their memory may be reused."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_meta:  # the parameter itself
+                return tensor
+            return copies.setdefault(id(tensor), tensor.detach().clone())
+
+        for parameter, calls in self._calls.items():
+            first = self._owned.get(parameter, 0)
+            calls[first:] = [tree_map_only(torch.Tensor, copy, call) for call in calls[first:]]
+            self._owned[parameter] = len(calls)
 
     def forget(self, parameter: torch.Tensor) -> None:
         """Let go of what was loaded into `parameter`."""
         self._calls.pop(id(parameter), None)
+        self._owned.pop(id(parameter), None)
 
     def play(self, parameter: torch.Tensor, place: torch.Tensor) -> None:
         """Load into `place`, a tensor of the form of `parameter`, what was loaded into `parameter`."""
@@ -153,10 +173,10 @@ class Recording:
             self._watcher(owner, others)
         form = (target.size(), target.stride(), target.storage_offset())
 
-        def write(parameter: torch.Tensor) -> None:
+        def write(parameter: torch.Tensor, *rest: Any, **kwargs: Any) -> None:
             func(parameter.detach().as_strided(*form), *rest, **kwargs)
 
-        self._calls[id(owner)].append((write, (owner,), {}))
+        self._calls[id(owner)].append((write, (owner, *rest), kwargs))
 
 
 def _plain_loader(loader: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,57 @@
+"""Let an update be finished on every rank, or on none, and leave the worker ready for the next.
+
+What: `vllm.v1.worker.gpu_worker.Worker.finish_weight_update`
+
+Why: where finishing fails, upstream's worker takes the update for one that is still open, and refuses the
+    next start. And after a call that failed, it says that there was no start.
+
+How: `reload.worker.step` takes everything back and ends the update when finishing fails; when the update
+    had failed before, it says so.
+
+Since: vLLM 0.32 (seen in 0.32).
+
+Until: upstream takes back an update that failed.
+"""
+
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_sharded_state.patches.contract import Function, Patch
+from vllm_sharded_state.patches.inward import inward, stand_in
+
+
+def make(original: Function) -> Function:
+    """Return the method as the last step of an update."""
+
+    def finish_weight_update(self: Any) -> None:
+        with inward("reload.worker", "step")(self, agree=False):
+            original(self)
+
+    return finish_weight_update
+
+
+def probe() -> bool:
+    """Finish an update of a worker that is none; is the call no step?"""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    worker: Any = SimpleNamespace()
+    steps: list[object] = []
+
+    def step(worker: object, agree: bool) -> nullcontext[None]:
+        steps.append((worker, agree))
+        return nullcontext()
+
+    # The worker lacks all that the original asks for.
+    with stand_in("reload.worker", "step", step), suppress(AttributeError):
+        Worker.finish_weight_update(worker)
+    return steps != [(worker, False)]
+
+
+PATCH = Patch(
+    name="worker_finish_weight_update",
+    module="vllm.v1.worker.gpu_worker",
+    symbol="Worker.finish_weight_update",
+    probe=probe,
+    make=make,
+)

@@ -1,0 +1,57 @@
+"""Let an update end when one of its calls fails, on every rank.
+
+What: `vllm.v1.worker.gpu_worker.Worker.update_weights`
+
+Why: where a call fails before a tensor is loaded (a broken connection, say), or on one rank alone, the
+    other ranks keep what they have loaded, and serve new weights beside old ones.
+
+How: `reload.worker.step` takes everything back when the call fails, and lets it succeed only when it did
+    on every rank.
+
+Since: vLLM 0.32 (seen in 0.32).
+
+Until: upstream takes back an update that failed.
+"""
+
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_sharded_state.patches.contract import Function, Patch
+from vllm_sharded_state.patches.inward import inward, stand_in
+
+
+def make(original: Function) -> Function:
+    """Return the method as one step of an update."""
+
+    def update_weights(self: Any, update_info: Any) -> None:
+        with inward("reload.worker", "step")(self, agree=True):
+            original(self, update_info)
+
+    return update_weights
+
+
+def probe() -> bool:
+    """Update a worker that is none; is the call no step?"""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    worker: Any = SimpleNamespace()
+    steps: list[object] = []
+
+    def step(worker: object, agree: bool) -> nullcontext[None]:
+        steps.append((worker, agree))
+        return nullcontext()
+
+    # The worker lacks all that the original asks for.
+    with stand_in("reload.worker", "step", step), suppress(AttributeError):
+        Worker.update_weights(worker, {})
+    return steps != [(worker, True)]
+
+
+PATCH = Patch(
+    name="worker_update_weights",
+    module="vllm.v1.worker.gpu_worker",
+    symbol="Worker.update_weights",
+    probe=probe,
+    make=make,
+)
