@@ -79,7 +79,7 @@ def test_finalize_takes_upstreams_names():
     ],
 )
 def test_a_workers_call_is_a_step(module, method, arguments, agree):
-    seen, worker = [], SimpleNamespace()
+    seen, wrapper = [], SimpleNamespace(worker=SimpleNamespace())
     patched = module.make(lambda *args: seen.append(args))
 
     def step(given, agree):
@@ -87,15 +87,16 @@ def test_a_workers_call_is_a_step(module, method, arguments, agree):
         return nullcontext()
 
     with stand_in("reload.worker", "step", step):
-        patched(worker, *arguments)
-    assert seen == [(worker, agree), (worker, *arguments)]
-    assert module.PATCH.symbol == f"Worker.{method}"
+        patched(wrapper, *arguments)
+    assert seen == [(wrapper.worker, agree), (wrapper, *arguments)]
+    assert module.PATCH.symbol == f"WorkerWrapperBase.{method}"
     assert callable(getattr(Worker, method))
 
 
 def test_a_workers_start_is_announced_first():
-    seen, worker = [], SimpleNamespace()
+    seen, wrapper = [], SimpleNamespace(worker=SimpleNamespace())
     patched = worker_start_weight_update.make(lambda *args: seen.append(args))
     with stand_in("reload.worker", "starting", seen.append):
-        patched(worker, is_draft=True)
-    assert seen == [worker, (worker, True)]
+        patched(wrapper)
+    assert seen == [wrapper.worker, (wrapper,)]
+    assert callable(Worker.start_weight_update)

@@ -1,6 +1,7 @@
 """Let an update be finished on every rank, or on none, and leave the worker ready for the next.
 
-What: `vllm.v1.worker.gpu_worker.Worker.finish_weight_update`
+What: `vllm.v1.worker.worker_base.WorkerWrapperBase.finish_weight_update`, which upstream hands on to the
+    worker of whatever platform.
 
 Why: where finishing fails, upstream's worker takes the update for one that is still open, and refuses the
     next start. And after a call that failed, it says that there was no start.
@@ -13,7 +14,7 @@ Since: vLLM 0.32 (seen in 0.32).
 Until: upstream takes back an update that failed.
 """
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,33 +26,34 @@ def make(original: Function) -> Function:
     """Return the method as the last step of an update."""
 
     def finish_weight_update(self: Any) -> None:
-        with inward("reload.worker", "step")(self, agree=False):
+        with inward("reload.worker", "step")(self.worker, agree=False):
             original(self)
 
     return finish_weight_update
 
 
 def probe() -> bool:
-    """Finish an update of a worker that is none; is the call no step?"""
-    from vllm.v1.worker.gpu_worker import Worker
+    """Finish an update of a toy; is the call no step?"""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    worker: Any = SimpleNamespace()
+    wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    wrapper.worker = SimpleNamespace(finish_weight_update=lambda: None)
     steps: list[object] = []
 
     def step(worker: object, agree: bool) -> nullcontext[None]:
         steps.append((worker, agree))
         return nullcontext()
 
-    # The worker lacks all that the original asks for.
-    with stand_in("reload.worker", "step", step), suppress(AttributeError):
-        Worker.finish_weight_update(worker)
-    return steps != [(worker, False)]
+    with stand_in("reload.worker", "step", step):
+        wrapper.finish_weight_update()
+    return steps != [(wrapper.worker, False)]
 
 
 PATCH = Patch(
     name="worker_finish_weight_update",
-    module="vllm.v1.worker.gpu_worker",
-    symbol="Worker.finish_weight_update",
+    module="vllm.v1.worker.worker_base",
+    symbol="WorkerWrapperBase.finish_weight_update",
     probe=probe,
     make=make,
+    handed_on=True,
 )

@@ -1,6 +1,7 @@
 """Let a worker start an update when an earlier one was never finished.
 
-What: `vllm.v1.worker.gpu_worker.Worker._start_weight_update`
+What: `vllm.v1.worker.worker_base.WorkerWrapperBase.start_weight_update`, which upstream hands on to the
+    worker of whatever platform.
 
 Why: a trainer that died in the middle of an update leaves the worker waiting for its end; a new trainer's
     start is refused, and finishing the old update would keep the half of it that has come.
@@ -22,31 +23,30 @@ from vllm_sharded_state.patches.inward import inward, stand_in
 def make(original: Function) -> Function:
     """Return the method with the earlier update given up before it."""
 
-    def _start_weight_update(self: Any, is_draft: bool = False) -> None:
-        inward("reload.worker", "starting")(self)
-        original(self, is_draft)
+    def start_weight_update(self: Any) -> None:
+        inward("reload.worker", "starting")(self.worker)
+        original(self)
 
-    return _start_weight_update
+    return start_weight_update
 
 
 def probe() -> bool:
-    """Start an update of a worker that is none; is the call not announced?"""
-    from vllm.v1.worker.gpu_worker import Worker
+    """Start an update of a toy; is the call not announced?"""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    worker: Any = SimpleNamespace()
+    wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    wrapper.worker = SimpleNamespace(start_weight_update=lambda: None)
     seen: list[object] = []
     with stand_in("reload.worker", "starting", seen.append):
-        try:
-            Worker._start_weight_update(worker)
-        except AttributeError:  # it lacks all that the original asks for
-            return seen != [worker]
-    return True
+        wrapper.start_weight_update()
+    return seen != [wrapper.worker]
 
 
 PATCH = Patch(
     name="worker_start_weight_update",
-    module="vllm.v1.worker.gpu_worker",
-    symbol="Worker._start_weight_update",
+    module="vllm.v1.worker.worker_base",
+    symbol="WorkerWrapperBase.start_weight_update",
     probe=probe,
     make=make,
+    handed_on=True,
 )

@@ -1,6 +1,7 @@
 """Let an update end when one of its calls fails, on every rank.
 
-What: `vllm.v1.worker.gpu_worker.Worker.update_weights`
+What: `vllm.v1.worker.worker_base.WorkerWrapperBase.update_weights`, which upstream hands on to the
+    worker of whatever platform.
 
 Why: where a call fails before a tensor is loaded (a broken connection, say), or on one rank alone, the
     other ranks keep what they have loaded, and serve new weights beside old ones.
@@ -13,7 +14,7 @@ Since: vLLM 0.32 (seen in 0.32).
 Until: upstream takes back an update that failed.
 """
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,33 +26,34 @@ def make(original: Function) -> Function:
     """Return the method as one step of an update."""
 
     def update_weights(self: Any, update_info: Any) -> None:
-        with inward("reload.worker", "step")(self, agree=True):
+        with inward("reload.worker", "step")(self.worker, agree=True):
             original(self, update_info)
 
     return update_weights
 
 
 def probe() -> bool:
-    """Update a worker that is none; is the call no step?"""
-    from vllm.v1.worker.gpu_worker import Worker
+    """Update a toy; is the call no step?"""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    worker: Any = SimpleNamespace()
+    wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    wrapper.worker = SimpleNamespace(update_weights=lambda update_info: None)
     steps: list[object] = []
 
     def step(worker: object, agree: bool) -> nullcontext[None]:
         steps.append((worker, agree))
         return nullcontext()
 
-    # The worker lacks all that the original asks for.
-    with stand_in("reload.worker", "step", step), suppress(AttributeError):
-        Worker.update_weights(worker, {})
-    return steps != [(worker, True)]
+    with stand_in("reload.worker", "step", step):
+        wrapper.update_weights({})
+    return steps != [(wrapper.worker, True)]
 
 
 PATCH = Patch(
     name="worker_update_weights",
-    module="vllm.v1.worker.gpu_worker",
-    symbol="Worker.update_weights",
+    module="vllm.v1.worker.worker_base",
+    symbol="WorkerWrapperBase.update_weights",
     probe=probe,
     make=make,
+    handed_on=True,
 )
