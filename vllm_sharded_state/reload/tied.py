@@ -62,30 +62,32 @@ class Tied:
             found += late
         return found
 
-    def is_second(self, name: str) -> bool:
-        """Whether the twin knows `name`, and the tensor under another name before."""
-        return name in self._twin and self._first[id(self._twin[name])] != name
+    def refuse_others(self, unplaced: Mapping[str, torch.Tensor], recording: Recording) -> None:
+        """See that what was sent under a second name of a tensor is what the model holds now.
 
-    def refuse_other(self, name: str, tensor: torch.Tensor, recording: Recording) -> None:
-        """See that what was sent as `name`, a second name of a tensor, is what the model holds now.
-
-        Raises `ReloadUnexpectedError`.
+        `unplaced` is what no weight loader took, by name. Raises `ReloadUnexpectedError`.
         """
-        parameter = self._twin[name]
-        first = self._first[id(parameter)]
-        live = next((tensors[first] for tensors in self._live.values() if first in tensors), None)
-        same = live is not None and (live.shape, live.dtype) == (parameter.shape, parameter.dtype)
-        if not same or not _loads_as(tensor, live, parameter, recording):
-            raise ReloadUnexpectedError(
-                f"{name} is one tensor with {first} in the running model, and was sent with another "
-                f"content.\nSend {first}. A model in which they differ needs an engine of its own."
+        for name, tensor in unplaced.items():
+            parameter = self._twin.get(name)
+            first = None if parameter is None else self._first[id(parameter)]
+            if parameter is None or first is None or first == name:
+                continue
+            live = next(
+                (tensors[first] for tensors in self._live.values() if first in tensors), None
             )
+            if live is None or not _loads_as(tensor, live, parameter, recording):
+                raise ReloadUnexpectedError(
+                    f"{name} is one tensor with {first} in the running model, and was sent with another "
+                    f"content.\nSend {first}. A model in which they differ needs an engine of its own."
+                )
 
 
 def _loads_as(
     tensor: torch.Tensor, live: torch.Tensor, parameter: torch.Tensor, recording: Recording
 ) -> bool:
     """Whether the weight loader of `parameter` makes of `tensor` what `live` holds."""
+    if (live.shape, live.dtype) != (parameter.shape, parameter.dtype):
+        return False
     sent = recording.stand_in(torch.zeros_like(live), parameter)
     try:
         sent.weight_loader(sent, tensor)

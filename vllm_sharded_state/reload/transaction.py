@@ -125,9 +125,7 @@ class Transaction:
             self._place_rest()
             for name in self._tied.followers(self._done):
                 self._place(name, self._loadable(name))
-            for name, tensor in self._intake.unplaced.items():
-                if self._tied.is_second(name):
-                    self._tied.refuse_other(name, tensor, self._recording)
+            self._tied.refuse_others(self._intake.unplaced, self._recording)
             self._scales.place_all(self._recording, self._undo, self._placed)
             self._refuse_late()
             lost.refuse_units_unsent(self._model, self._done)
