@@ -8,7 +8,6 @@ import pytest
 import torch
 from vllm.model_executor.model_loader import reload
 from vllm.model_executor.model_loader.reload import inplace, layerwise, torchao_decorator
-from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_sharded_state.patches import (
     finalize_layerwise_reload,
@@ -89,8 +88,7 @@ def test_a_workers_call_is_a_step(module, method, arguments, agree):
     with stand_in("reload.worker", "step", step):
         patched(wrapper, *arguments)
     assert seen == [(wrapper.worker, agree), (wrapper, *arguments)]
-    assert module.PATCH.symbol == f"WorkerWrapperBase.{method}"
-    assert callable(getattr(Worker, method))
+    assert patched.__name__ == method
 
 
 def test_a_workers_start_is_announced_first():
@@ -99,4 +97,3 @@ def test_a_workers_start_is_announced_first():
     with stand_in("reload.worker", "starting", seen.append):
         patched(wrapper)
     assert seen == [wrapper.worker, (wrapper,)]
-    assert callable(Worker.start_weight_update)

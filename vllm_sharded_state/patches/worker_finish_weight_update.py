@@ -1,7 +1,7 @@
 """Let an update be finished on every rank, or on none, and leave the worker ready for the next.
 
-What: `vllm.v1.worker.worker_base.WorkerWrapperBase.finish_weight_update`, which upstream hands on to the
-    worker of whatever platform.
+What: `vllm.v1.worker.worker_base.WorkerWrapperBase.finish_weight_update`, which upstream hands on to
+    the worker.
 
 Why: where finishing fails, upstream's worker takes the update for one that is still open, and refuses the
     next start. And after a call that failed, it says that there was no start.
@@ -37,7 +37,7 @@ def probe() -> bool:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
-    wrapper.worker = SimpleNamespace(finish_weight_update=lambda: None)
+    wrapper.worker = SimpleNamespace(finish_weight_update=lambda *_: None)
     steps: list[object] = []
 
     def step(worker: object, agree: bool) -> nullcontext[None]:

@@ -1,7 +1,7 @@
 """Let a worker start an update when an earlier one was never finished.
 
-What: `vllm.v1.worker.worker_base.WorkerWrapperBase.start_weight_update`, which upstream hands on to the
-    worker of whatever platform.
+What: `vllm.v1.worker.worker_base.WorkerWrapperBase.start_weight_update`, which upstream hands on to
+    the worker.
 
 Why: a trainer that died in the middle of an update leaves the worker waiting for its end; a new trainer's
     start is refused, and finishing the old update would keep the half of it that has come.

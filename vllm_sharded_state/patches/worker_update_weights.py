@@ -1,7 +1,7 @@
 """Let an update end when one of its calls fails, on every rank.
 
 What: `vllm.v1.worker.worker_base.WorkerWrapperBase.update_weights`, which upstream hands on to the
-    worker of whatever platform.
+    worker.
 
 Why: where a call fails before a tensor is loaded (a broken connection, say), or on one rank alone, the
     other ranks keep what they have loaded, and serve new weights beside old ones.
@@ -33,11 +33,11 @@ def make(original: Function) -> Function:
 
 
 def probe() -> bool:
-    """Update a toy; is the call no step?"""
+    """Send something to a toy; is the call no step?"""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
-    wrapper.worker = SimpleNamespace(update_weights=lambda update_info: None)
+    wrapper.worker = SimpleNamespace(update_weights=lambda *_: None)
     steps: list[object] = []
 
     def step(worker: object, agree: bool) -> nullcontext[None]:

@@ -11,11 +11,18 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
-from vllm_sharded_state import envs
-from vllm_sharded_state.errors import ReloadEndedError, ReloadError, ReloadPeerError
+from vllm_sharded_state.checkpoint.digest import Digest
+from vllm_sharded_state.errors import (
+    ReloadBrokenError,
+    ReloadEndedError,
+    ReloadError,
+    ReloadPeerError,
+)
 from vllm_sharded_state.state.construction import recall
+from vllm_sharded_state.state.digest import state_digest
 
 from . import lost, unsupported
+from .call import running
 from .entry import claim, release
 from .peers import Agreement
 from .transaction import Transaction
@@ -33,14 +40,18 @@ class Session:
     def __init__(self, model: nn.Module, vllm_config: Any, agreement: Agreement) -> None:
         """Raises `ReloadError` when new weights can't be taken now; nothing was changed then."""
         self._model = model
+        self._config = vllm_config
         self._agreement = agreement
         self._transaction: Transaction | None = None
         self._failure: str | None = None
+        self._held = "The engine holds the weights it had before."
         self._ended = False
         model.load_weights = self
         try:
+            call = running()
+            self._sent = Digest() if call.wants_digest() else None
             # Of weights that are lost there is nothing to keep.
-            atomic = "layer" if lost.is_lost(model) else envs.reload_atomic()
+            atomic = "layer" if lost.is_lost(model) else call.wanted_atomic()
             self._transaction = Transaction(model, vllm_config, atomic)
         except BaseException as error:
             self.fail(error)
@@ -53,7 +64,7 @@ class Session:
         """
         transaction = self._open()
         try:
-            loaded = transaction.feed(weights)
+            loaded = transaction.feed(weights if self._sent is None else self._sent.over(weights))
             transaction.own()
         except BaseException as error:
             self.fail(error)
@@ -87,7 +98,11 @@ class Session:
         del self._model.load_weights
         self._ended = True
         report = transaction.commit()
+        if self._sent is not None:
+            state = state_digest(self._model, self._config)
+            report.digests = {"sent": self._sent.hexdigest(), **state}
         release(self._model)
+        running().report = report.as_dict()
         logger.info("Weights updated: %s", report)
 
     def fail(self, error: BaseException) -> None:
@@ -101,9 +116,12 @@ class Session:
         release(self._model)
         try:
             if transaction is not None:
-                said = transaction.abandon()
-                if not isinstance(error, ReloadError):  # one of ours says so itself
-                    logger.warning("An update failed (%s). %s", self._failure, said)
+                self._held = transaction.abandon()
+            if not isinstance(error, ReloadError):  # one of ours says so itself
+                logger.warning("An update failed (%s). %s", self._failure, self._held)
+        except ReloadBrokenError as broken:
+            self._held = str(broken)
+            raise
         finally:
             self._agreement.fail(self._failure)
 
@@ -116,8 +134,8 @@ class Session:
         """Raise `ReloadEndedError` when the update has failed."""
         if self._failure is not None:
             raise ReloadEndedError(
-                f"Nothing was taken: this update has failed and was taken back ({self._failure}).\n"
-                "Start another one, and send all of it again."
+                f"This update has failed, and can't be continued or finished: {self._failure}\n"
+                f"{self._held}\nStart another one, and send all of it again."
             )
 
     def _open(self) -> Transaction:

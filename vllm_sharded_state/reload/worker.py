@@ -8,8 +8,10 @@ from . import session
 
 
 def starting(worker: Any) -> None:
-    """Before `Worker._start_weight_update`: give up an update that was started and never finished."""
-    engine = worker.weight_transfer_engine
+    """Before `Worker.start_weight_update`: give up an update that was started and never finished."""
+    engine = getattr(
+        worker, "weight_transfer_engine", None
+    )  # another platform's worker may have none
     if engine is None or not worker._weight_update_active:
         return
     if session.of(engine.model) is not None:
@@ -28,7 +30,7 @@ def step(worker: Any, agree: bool) -> Iterator[None]:
         ReloadEndedError: the update has failed before.
         ReloadPeerError: the call failed on another rank.
     """
-    engine = worker.weight_transfer_engine
+    engine = getattr(worker, "weight_transfer_engine", None)
     current = None if engine is None else session.of(engine.model)
     if current is None:
         yield
