@@ -2,12 +2,15 @@
 
 import logging
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from vllm.model_executor.model_loader.reload import inplace
 
+from tests.support import manifests
+from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
+from vllm_sharded_state.errors import ReloadSourceError
 from vllm_sharded_state.patches import reload_weights
 from vllm_sharded_state.patches.inward import stand_in
 
@@ -44,6 +47,27 @@ def test_what_is_not_supported_is_left_to_upstream_with_a_warning(caplog, monkey
         patched("config", "model", "weights", None, True)
     assert calls == [("config", "model", "weights", None, True)]
     assert "it is odd" in caplog.text
+
+
+def test_upstreams_reload_is_not_given_a_sharded_state(tmp_path):
+    calls = []
+    patched = reload_weights.make(lambda *args: calls.append(args))
+    saved = RankEntry(0)
+    found = Manifest(
+        written_by={}, binding={}, tied_word_embeddings=False, ranks=[saved], save_id="0" * 16
+    )
+    manifests.write(tmp_path, found)
+    names = {"model": "elsewhere", "model_weights": "", "revision": None}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**names), load_config=SimpleNamespace(load_format="auto")
+    )
+    config.load_config.download_dir = None
+    with (
+        stand_in("reload.unsupported", "reason", lambda *_: "it is odd"),
+        pytest.raises(ReloadSourceError, match="it is odd"),
+    ):
+        patched(config, "model", None, str(tmp_path), True)
+    assert calls == []
 
 
 def test_a_runner_that_imported_it_by_value_gets_it_too(monkeypatch):

@@ -93,7 +93,7 @@ _FAULTS: list[tuple[str, str, str, str, str, str, dict[str, Any], dict[str, Any]
             ("without_manifest", "ReloadSourceError", "sharded_state.json"),
             ("of_two_ranks", "MismatchError", "world.tensor_parallel_size: saved 2, here 1"),
             ("untied", "MismatchError", "Word embeddings"),
-            ("exchanged", "RestoreError", "model.layers.0.mlp.down_proj"),
+            ("other_results", "RestoreError", "Modules compute something else"),
         )
     ),
     ("nan_scale", "llama-kv-head", TENSORS, "runtime", "ReloadScaleError",
@@ -146,3 +146,11 @@ AGAIN = case(
     {"path": sharded("auto"), "save": SAVED},
 )
 STARTED_AGAIN = case("sharded again started", "llama-w8a8-kv", model=SAVED, engine=_KV | _SHARDED)
+TOLD = case(
+    "sharded told",
+    "llama-kv",
+    {"path": sharded("runtime"), "options": {"digest": True}},
+    {"path": sharded("source"), "options": {"digest": True}},
+    GOOD | {"options": {"digest": True}},
+    way=TENSORS,
+)

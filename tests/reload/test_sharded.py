@@ -128,3 +128,15 @@ def test_what_was_given_can_be_saved_again(reload_lab: Labs) -> None:
     _, started = _steps(reload_lab, sharded_cases.STARTED_AGAIN)
     fresh = lab.stock["fresh.llama-w8a8-kv"]["before"]
     assert differences(started["before"], fresh) == []
+
+
+@pytest.mark.jobs(sharded_cases.TOLD)
+def test_the_report_tells_what_is_new(reload_lab: Labs) -> None:
+    _, result = _steps(reload_lab, sharded_cases.TOLD)
+    first, again, sent = (step["report"] for step in result["steps"])
+    assert {"model.norm", "model.layers.1.self_attn.attn"} <= set(first["changed"])
+    assert again["changed"] == sent["changed"] == first["untouched"] == []
+    assert set(again["unchanged"]) == {*first["changed"], *first["unchanged"]}
+    assert first["state"] == again["state"] == sent["state"]
+    assert "sent" in sent
+    assert "sent" not in first

@@ -55,7 +55,7 @@ def reload_weights(
 
     What the call chooses beside them (`call.Call`) holds, or the environment. Its `report` is what this
     returns; with digests it has `sent`, of the names and tensors that came, in whatever order (as
-    `vllm_sharded_state.digest` gives it), and what `state_digest` gives of the model that there is now.
+    `vllm_sharded_state.digest` gives it; not of a sharded state, of which nothing is sent), and what `state_digest` gives of the model that there is now.
 
     Raises:
         ReloadError: one of its kinds; the model holds what it held before, unless
@@ -92,7 +92,8 @@ def reload_weights(
         if commit is not None:
             commit()
         if sent is not None:
-            report.digests = {"sent": sent.hexdigest(), **state_digest(model, vllm_config)}
+            told = {} if isinstance(transaction, ShardedTransaction) else {"sent": sent.hexdigest()}
+            report.digests = {**told, **state_digest(model, vllm_config)}
         call.report = report.as_dict()
     finally:
         release(model)

@@ -3,6 +3,25 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
+
+from vllm_sharded_state.state.twin import source_parameters
+from vllm_sharded_state.state.units import Unit
+
+
+def sizes(split: Mapping[str, Unit]) -> dict[str, int]:
+    """Bytes of the parameters of each unit that has some; of tied units the first has them."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for name, unit in split.items():
+        parameters = {
+            id(t): t for t in source_parameters(unit).values() if isinstance(t, nn.Parameter)
+        }
+        if parameters:
+            found[name] = sum(t.nbytes for key, t in parameters.items() if key not in seen)
+            seen |= parameters.keys()
+    return found
+
 
 class Report:
     """The units of a model by what became of them, with the bytes of their parameters.

@@ -19,20 +19,21 @@ from vllm_sharded_state.held import Held
 from vllm_sharded_state.mirrors import refuse_forged
 from vllm_sharded_state.options import Options
 from vllm_sharded_state.remote import FORMATS
-from vllm_sharded_state.state import units
+from vllm_sharded_state.state import plain, units
 from vllm_sharded_state.state.choices import choices
+from vllm_sharded_state.state.compare import place
 from vllm_sharded_state.state.construction import Construction, recall
+from vllm_sharded_state.state.kernels import same_bits
 from vllm_sharded_state.state.kv_scales import SCALE_BUFFERS
 from vllm_sharded_state.state.twin import Twin, source_parameters
 from vllm_sharded_state.state.units import Unit
-from vllm_sharded_state.state.walk import Kind
 
 from . import kv, lost
 from .building import UnitBuilder
 from .fitting import Fitted, fit
 from .handles import Handles
 from .placing import Written, assign_all, plan
-from .report import Report
+from .report import Report, sizes
 from .undo import UndoLog, require_room
 from .validate import refuse_bad_scale, refuse_bad_values
 
@@ -66,10 +67,8 @@ class ShardedTransaction:
             self._saved.refuse_other_units(self._twin.units.values())
             self._saved.refuse_other_choices(self._twin.units.values(), processed=False)
             self._saved.refuse_other_choices(units.split(model), processed=True)
+            self._report = Report(sizes(self._twin.units))
             self._fitted = fit(self._saved, model, self._twin)
-            self._report = Report(
-                {one.unit.name: _nbytes(one) for one in self._fitted if one.leaves}
-            )
             self._refuse_bad_kv_scales()
             if atomic == "model":
                 require_room(self._saved.nbytes)
@@ -89,8 +88,10 @@ class ShardedTransaction:
         """Put everything in its place and check it. Raises `ShardedStateError`, undone."""
         try:
             for group in self._groups():
-                self._place(group)
+                changed = self._place(group)
                 self._check(group)
+                for name, is_new in changed.items():
+                    self._report.note(name, is_new)
                 if self._atomic == "layer":
                     self._undo.forget()
             for filling, stage in ((self._early, "early"), (self._late, "late")):
@@ -119,7 +120,7 @@ class ShardedTransaction:
         self._undo.roll_back()
         if not isinstance(error, ShardedStateError):
             return
-        new = self._report.changed
+        new = self._report.changed + self._report.unchanged
         error.changed = self._atomic == "layer" and bool(new)
         if lost.is_lost(self._model):
             said = lost.SAID
@@ -136,25 +137,29 @@ class ShardedTransaction:
         else:
             yield from ([one] for one in self._fitted)
 
-    def _place(self, group: list[Fitted]) -> None:
-        for one in group:
-            if one.is_built:
-                self._report.note(one.unit.name, self._build(one))
-        scales = {id(one): _kv_scales(one) for one in group}
+    def _place(self, group: list[Fitted]) -> dict[str, bool]:
+        """Put all of a group in its place; returns, by unit, whether anything is new."""
+        scales = {one.unit.name: _kv_scales(one) for one in group}
+        changed = {one.unit.name: one.is_built and self._build(one) for one in group}
+        old: dict[tuple[object, ...], torch.Tensor] = {}
         for filling, places in (
-            (self._early, [place for one in group for place in one.early]),
-            (self._late, [place for one in group for place in one.late]),
+            (self._early, [fill for one in group for fill in one.early]),
+            (self._late, [fill for one in group for fill in one.late]),
         ):
             for _, tensor in places:
-                self._undo.keep_tensor(tensor)
+                kept = self._undo.keep_tensor(tensor)
+                if kept is not None:
+                    old[place(tensor)] = kept
             filling.fill(places)
         for one in group:
+            name, places = one.unit.name, one.early + one.late
+            is_new = (not same_bits(old[place(x)], x) for _, x in places if place(x) in old)
+            is_set = (not plain.equal(leaf.value, value) for leaf, _, value in one.assignments)
+            changed[name] |= any(is_new) or any(is_set)
             assign_all(one.assignments, self._undo)
-            new = any(self._undo.differs(tensor) for _, tensor in one.early + one.late)
-            if one.leaves:
-                self._report.note(one.unit.name, new or bool(one.assignments))
-            if one.is_attention and scales[id(one)] != _kv_scales(one):
-                kv.forget_baked(one.unit.root, one.unit.name, self._config, self._undo)
+            if one.is_attention and scales[name] != _kv_scales(one):
+                kv.forget_baked(one.unit.root, name, self._config, self._undo)
+        return {x.unit.name: changed[x.unit.name] for x in group if x.is_built or x.early or x.late}
 
     def _build(self, one: Fitted) -> bool:
         """Process the source tensors of a unit, and put what comes out in the place of the live one.
@@ -249,8 +254,3 @@ def _kv_scales(one: Fitted) -> dict[str, list[float]]:
     """The KV scales of an attention layer, by buffer."""
     found = {name: getattr(one.unit.root, name, None) for name in SCALE_BUFFERS}
     return {name: scale.flatten().tolist() for name, scale in found.items() if scale is not None}
-
-
-def _nbytes(one: Fitted) -> int:
-    """Bytes of the parameters of a unit that has some."""
-    return sum(x.value.nbytes for x in one.leaves.values() if x.kind is Kind.PARAMETER)

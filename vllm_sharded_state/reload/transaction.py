@@ -40,7 +40,7 @@ from .intake import Intake
 from .kv import KvScales
 from .original import Original
 from .placing import Written, plan
-from .report import Report
+from .report import Report, sizes
 from .tied import Tied
 from .undo import UndoLog, require_room
 
@@ -81,7 +81,7 @@ class Transaction:
             for key, tensor in self._wanted[name].items():
                 keys.setdefault(id(tensor), key)
                 self._units_of.setdefault(id(tensor), []).append(name)
-        self._report = Report(self._sizes())
+        self._report = Report(sizes(self._twin.units))
         parallel = config.parallel_config
         whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
         self._intake = Intake(keys, self._scales, whole)
@@ -184,16 +184,6 @@ class Transaction:
     def _is_partly_new(self) -> bool:
         """Whether new weights stay after an error."""
         return self._atomic == "layer" and bool(self._done)
-
-    def _sizes(self) -> dict[str, int]:
-        """Bytes of the parameters of each unit that has some; of tied units the first has them."""
-        sizes: dict[str, int] = {}
-        for name, wanted in self._wanted.items():
-            parameters = [t for t in wanted.values() if isinstance(t, nn.Parameter)]
-            own = [t for t in parameters if self._units_of[id(t)][0] == name]
-            if parameters:
-                sizes[name] = sum(t.nbytes for t in own)
-        return sizes
 
     def _loadable(self, name: str) -> dict[str, torch.Tensor]:
         """The source tensors of a unit but for KV scales, by key."""

@@ -8,11 +8,8 @@ from typing import Any
 import psutil
 import torch
 
-from vllm_sharded_state.checkpoint.checksum import CHUNK
-from vllm_sharded_state.checkpoint.memory import slabs
 from vllm_sharded_state.errors import ReloadBrokenError, ReloadRoomError
 from vllm_sharded_state.state.compare import place
-from vllm_sharded_state.state.kernels import same_bits
 
 #: Host memory that stays free when the log is planned or grows, as a share of what is available.
 _SPARE = 0.1
@@ -29,16 +26,18 @@ class UndoLog:
     def __init__(self) -> None:
         self.nbytes = 0
         self._steps: list[Callable[[], object]] = []
-        self._places: dict[tuple[object, ...], torch.Tensor] = {}
+        self._places: set[tuple[object, ...]] = set()
 
-    def keep_tensor(self, tensor: torch.Tensor) -> None:
+    def keep_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Keep the bytes of `tensor`, which lies in the model and is about to be overwritten.
+
+        Returns the copy, on the host; None where one was made before.
 
         Raises:
             ReloadRoomError: the host has no room for them.
         """
         if place(tensor) in self._places:
-            return
+            return None
         if tensor.nbytes > _room():
             raise ReloadRoomError(
                 f"The host has {_gib(_available())} of memory left, and the next layer's old weights "
@@ -46,15 +45,10 @@ class UndoLog:
                 "room for one layer only."
             )
         old = torch.empty_like(tensor, device="cpu", requires_grad=False).copy_(tensor)
-        self._places[place(tensor)] = old
+        self._places.add(place(tensor))
         self.nbytes += old.nbytes
         self._steps.append(lambda: tensor.data.copy_(old))
-
-    def differs(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, of which `keep_tensor` has the bytes, holds others now."""
-        old = self._places[place(tensor)]
-        pairs = zip(slabs(old, CHUNK), slabs(tensor.detach(), CHUNK), strict=True)
-        return any(not same_bits(before, now) for before, now in pairs)
+        return old
 
     def exchange(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
         """Give `tensor` the bytes of `new`, whose memory then keeps those of `tensor`.
@@ -72,7 +66,7 @@ class UndoLog:
         if place(tensor) in self._places:
             tensor.data.copy_(new)
             return
-        self._places[place(tensor)] = new
+        self._places.add(place(tensor))
         self._steps.append(put_back)
         self.nbytes += new.nbytes
         while done < live.numel():
