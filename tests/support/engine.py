@@ -83,7 +83,7 @@ def _adapter(spec: Spec) -> Any:
 def _reload(llm: Any, given: Any, spec: Spec) -> dict[str, Any]:
     error = report = None
     kwargs = given if isinstance(given, dict) else {"weights_path": given}
-    (before,) = llm.apply_model(places)
+    before = _places(llm)
     try:
         report = llm.collective_rpc("reload_weights", kwargs=kwargs)
     except Exception as caught:  # noqa: BLE001 - every failure is a result here
@@ -91,8 +91,15 @@ def _reload(llm: Any, given: Any, spec: Spec) -> dict[str, Any]:
         del caught
     llm.reset_prefix_cache()
     said = outputs(llm, spec)
-    (after,) = llm.apply_model(places)
-    return {"error": error, "report": report, "outputs": said, "moved": moved(before, after)}
+    return {"error": error, "report": report, "outputs": said, "moved": moved(before, _places(llm))}
+
+
+def _places(llm: Any) -> dict[str, Any]:
+    """Where the tensors lie, in an engine that may be sent a function to look."""
+    if os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] != "1":
+        return {}
+    found: dict[str, Any] = llm.apply_model(places)[0]
+    return found
 
 
 def _snapshot(model: Any) -> dict[str, Any]:

@@ -54,8 +54,9 @@ def reload_weights(
     `vllm_config.model_config` then names `weights_path`, once all is done.
 
     What the call chooses beside them (`call.Call`) holds, or the environment. Its `report` is what this
-    returns; with digests it has `sent`, of the names and tensors that came, in whatever order (as
-    `vllm_sharded_state.digest` gives it; not of a sharded state, of which nothing is sent), and what `state_digest` gives of the model that there is now.
+    returns. With digests it has `sent`, of the names and tensors that came, in whatever order (as
+    `vllm_sharded_state.digest` gives it; of a sharded state nothing is sent), and what `state_digest`
+    gives of the model that there is now.
 
     Raises:
         ReloadError: one of its kinds; the model holds what it held before, unless
