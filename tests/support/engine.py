@@ -10,6 +10,7 @@ import vss_test_ways
 vss_test_ways.keep_out()  # Before anything imports vLLM; spawned workers import this module too.
 
 import dataclasses  # noqa: E402
+import os  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
