@@ -11,7 +11,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-from . import held, identity, options, publish
+from . import busy, held, identity, options, publish
 from .checkpoint import manifest, transaction
 from .checkpoint.dtypes import dtype_name, holds
 from .checkpoint.manifest import RankEntry, SideFile, TensorEntry, UnitEntry, ValueEntry
@@ -48,9 +48,11 @@ def save_model(
     The manifest is published by rank 0 once every rank has written its own.
 
     Raises `ShardedStateError`: `NotRepresentableError`, `StaleSourceError` or `NoSourceError` name the
-    module that can't be saved exactly; `SaveError` tells what went wrong with the directory.
+    module that can't be saved exactly; `SaveError` tells what went wrong with the directory;
+    `ReloadBusyError` that the model is taking new weights.
     """
     model = model.unwrap() if hasattr(model, "unwrap") else model
+    busy.refuse(model)
     directory = Path(path)
     built = construction.recall(model)
     ranks = publish.ranks()

@@ -16,7 +16,7 @@ Make = Callable[[ReloadLab], Job]
 JOBS: dict[str, Make] = {}
 _CHECKPOINTS = ("old", "new", "truncated")
 #: Stands for where a step saves what it was given.
-SAVED = "saved"
+SAVED, DEFAULTS, MIXTURE = "saved", "saved with default scales", "saved meanwhile"
 _WAYS: dict[str, str] = {}
 _KINDS: dict[str, str] = {}
 
@@ -43,8 +43,8 @@ def case(name: str, kind: str, *steps: dict[str, Any], way: str = PACKED, **more
                 return str(lab.sharded(place["kind"] or kind, place["layout"], place["checkpoint"]))
             if place == "exact":
                 return str(lab.exact())
-            if place == SAVED:
-                return str(lab.root / lab.way / SAVED)
+            if place in (SAVED, DEFAULTS, MIXTURE):
+                return str(lab.root / lab.way / place)
             return str(getattr(lab, place)(kind)) if place in _CHECKPOINTS else place
 
         def whole(step: dict[str, Any]) -> dict[str, Any]:
@@ -57,8 +57,9 @@ def case(name: str, kind: str, *steps: dict[str, Any], way: str = PACKED, **more
             return step
 
         settings = dict(more)
-        if "model" in settings:
-            settings["model"] = found(settings["model"])
+        for key in ("model", "save"):
+            if key in settings:
+                settings[key] = found(settings[key])
         return lab.job(name, kind, *map(whole, steps), **settings)
 
     JOBS[name], _WAYS[name], _KINDS[name] = make, way, kind
@@ -248,8 +249,8 @@ LOST = case(
     {"raise_at": 9},
     way=TENSORS,
 )
-SAVED = "model.embed_tokens.weight"
-LOST_BUT_ONE = case("lost but one", "llama-kv", {"lose": [SAVED], "drop": "embed"}, way=TENSORS)
+PRESERVED = "model.embed_tokens.weight"
+LOST_BUT_ONE = case("lost but one", "llama-kv", {"lose": [PRESERVED], "drop": "embed"}, way=TENSORS)
 
 _RANDOM = {"load_format": "dummy"}
 #: Without a checkpoint of its own to compare with, a model is no less strict.

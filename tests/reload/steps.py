@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+from tests.reload.senders import SENDERS  # noqa: E402
 from tests.reload.states import STATES  # noqa: E402
 from tests.reload.updating import PHASES, update  # noqa: E402
 from tests.support.batch import check_way  # noqa: E402
@@ -42,8 +43,9 @@ class Step:
     again. spoil: what is done to a copy of `path`, which is read then. save: where the model is saved
     afterwards.
 
-    calls: send it in an update, so many tensors a call, instead of `reload_weights`; `phases` are those
-    that happen. reused: what was sent is overwritten after each call.
+    calls: send it in an update, so many tensors a call (0: all of them in one, drawn by it), instead of
+    `reload_weights`; `phases` are those that happen. reused: what was sent is overwritten after each
+    call. sender: one of `tests.reload.senders`.
     """
 
     directory: str | None = None
@@ -70,6 +72,7 @@ class Step:
     calls: int | None = None
     phases: list[str] = dataclasses.field(default_factory=lambda: list(PHASES))
     reused: bool = False
+    sender: str | None = None
 
 
 @dataclasses.dataclass
@@ -120,6 +123,9 @@ def _tensors(step: Step, model: Any) -> dict[str, Any]:
 
 def _iterator(step: Step, model: Any) -> Iterator[tuple[str, Any]]:
     tensors = _tensors(step, model)
+    if step.sender:
+        yield from SENDERS[step.sender](tensors, model)
+        return
     for number, item in enumerate(tensors.items()):
         if number == step.raise_at:
             raise OSError("the trainer went away")
@@ -149,12 +155,14 @@ def _take(step: Step, model: Any, config: Any) -> dict[str, Any] | list[str] | N
     state = STATES[step.state](config) if step.state else contextlib.nullcontext()
     worker = set_current_vllm_config(config)  # As Worker.reload_weights does.
     with call.made(**step.options) as made, worker, _host(step), state:
-        if step.calls:
-            return sorted(update(model, weights, step.calls, step.phases, step.reused))
-        inplace.reload_weights(config, model, weights, _path(step), not step.kernel_format)
+        if step.calls is None:
+            inplace.reload_weights(config, model, weights, _path(step), not step.kernel_format)
+            report: dict[str, Any] | list[str] | None = made.report
+        else:
+            report = sorted(update(model, weights, step.calls, step.phases, step.reused))
     if step.save:
         _save(model, step.save, None)
-    return made.report
+    return report
 
 
 def _lose(model: Any, saved: list[str]) -> None:
@@ -182,7 +190,7 @@ def _path(step: Step) -> str | None:
 def _save(model: Any, path: str, layout: str | None) -> None:
     from vllm.model_executor.model_loader import ShardedStateLoader
 
-    Path(path).mkdir()
+    Path(path).mkdir(parents=True)
     os.environ["VSS_LAYOUT"] = layout or "auto"
     try:
         ShardedStateLoader.save_model(model, path)
@@ -254,7 +262,7 @@ def run(job: Job) -> dict[str, Any]:
                         "error": error,
                         "report": report,
                         "moved": moved(before, after),
-                        "loaded": report if step.calls else [],
+                        "loaded": [] if step.calls is None else report,
                         "meta": meta,
                         "renamed": config.model_config.model != name,
                         "snapshot": None if meta else snapshot(model, job.kernels),

@@ -14,7 +14,7 @@ def update(
     phases: Collection[str] = PHASES,
     reused: bool = False,
 ) -> set[str]:
-    """Send `weights`, `size` tensors a call; the names that `load_weights` returned.
+    """Send `weights`, `size` tensors a call (0: in one call); the names that `load_weights` returned.
 
     reused: the memory of what was sent is overwritten after each call.
     """
@@ -25,7 +25,9 @@ def update(
     loaded: set[str] = set()
     if "start" in phases:
         reload.initialize_layerwise_reload(model)
-    while "send" in phases and (chunk := list(itertools.islice(weights, size))):
+    if "send" in phases and not size:
+        loaded |= model.load_weights(weights) or set()
+    while "send" in phases and size and (chunk := list(itertools.islice(weights, size))):
         with disable_mtp_completeness_check():
             loaded |= model.load_weights(chunk) or set()
         for _, tensor in chunk if reused else ():

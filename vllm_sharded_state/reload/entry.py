@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,10 +13,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 
 from vllm_sharded_state import held
+from vllm_sharded_state.busy import claim, release
 from vllm_sharded_state.checkpoint.digest import Digest
 from vllm_sharded_state.checkpoint.manifest import FILE_NAME
 from vllm_sharded_state.errors import (
-    ReloadBusyError,
+    ReloadError,
     ReloadPeerError,
     ReloadSourceError,
     listed,
@@ -34,9 +34,6 @@ from .transaction import Transaction
 logger = init_logger("vllm.sharded_state.reload")
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-
-#: Models that new weights are being loaded into.
-_busy: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
 
 def reload_weights(
@@ -80,6 +77,7 @@ def reload_weights(
             transaction = kind(model, vllm_config, atomic)
             transaction.feed(weights_iterator)
             transaction.complete()
+            found = {} if sent is None else digests(transaction, model, vllm_config, sent)
         except BaseException as raised:  # noqa: BLE001 - the other ranks have to know of any
             error = raised
         elsewhere = peers.failures(error)
@@ -92,9 +90,7 @@ def reload_weights(
         report: Report = transaction.commit()
         if commit is not None:
             commit()
-        if sent is not None:
-            told = {} if isinstance(transaction, ShardedTransaction) else {"sent": sent.hexdigest()}
-            report.digests = {**told, **state_digest(model, vllm_config)}
+        report.digests = found
         call.report = report.as_dict()
     finally:
         release(model)
@@ -115,16 +111,17 @@ def refuse_sharded_state(vllm_config: Any, path: str | None, reason: str) -> Non
         )
 
 
-def claim(model: nn.Module, what: str) -> None:
-    """Note that `what` is changing `model`. Raises `ReloadBusyError` when something else is."""
-    if model in _busy:
-        raise ReloadBusyError(f"This model is taking new weights already ({_busy[model]}).")
-    _busy[model] = what
-
-
-def release(model: nn.Module) -> None:
-    """What `claim` noted is done."""
-    _busy.pop(model, None)
+def digests(
+    transaction: Any, model: nn.Module, vllm_config: Any, sent: Digest
+) -> dict[str, str | list[str]]:
+    """What the report says of what was sent, and of what there is now. Raises `ReloadError`, undone."""
+    try:
+        state = state_digest(model, vllm_config)
+    except Exception as error:  # noqa: BLE001 - it runs the model's kernels
+        transaction.take_back(ReloadError(f"The digest failed: {type(error).__name__}: {error}"))
+    if isinstance(transaction, ShardedTransaction):
+        return state
+    return {"sent": sent.hexdigest(), **state}
 
 
 def _from_path(vllm_config: Any, model: nn.Module, path: str | None) -> tuple[Any, Weights, Any]:

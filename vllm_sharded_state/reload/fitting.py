@@ -20,6 +20,7 @@ from vllm_sharded_state.state.twin import Twin, source_parameters
 from vllm_sharded_state.state.units import Unit
 from vllm_sharded_state.state.walk import Kind, Leaf
 
+from . import kv
 from .placing import Assignment
 
 
@@ -133,6 +134,12 @@ class _Fitter:
             is_made = constructed is None or constructed.kind is not Kind.OPAQUE
             if boundaries.may_hold_weights(leaf.value) or (is_made and not fitted.is_attention):
                 self._unfit.append(f"{leaf.path}: memory that native code owns, and none was saved")
+        elif fitted.is_attention and leaf.path in kv.paths(fitted.unit.name):
+            # The float of a scale that was saved as the constructor gives it; here it may be another.
+            if constructed is None or plain.equal(constructed.value, leaf.value):
+                return
+            if leaf.assign is not None:
+                fitted.assignments.append((leaf, leaf.assign, constructed.value))
         elif fitted.is_attention or leaf.value is None or leaf.value in CONTAINERS:
             return
         elif constructed is None or not plain.equal(constructed.value, leaf.value):

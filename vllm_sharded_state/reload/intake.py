@@ -10,10 +10,12 @@ from vllm_sharded_state.errors import (
     ReloadMismatchError,
     ReloadSourceError,
     ReloadUnexpectedError,
+    shown,
 )
 from vllm_sharded_state.state.recording import Recording
 
 from .kv import KvScales
+from .memory import SenderMemory, refuse_formless, refuse_live
 from .validate import may_become, refuse_bad_scale
 
 
@@ -24,8 +26,19 @@ class Intake:
     whether the model loads tensors when all have come, rather than one by one.
     """
 
-    def __init__(self, keys: dict[int, str], scales: KvScales, whole: bool) -> None:
-        """`keys` names the twin's parameters by id; `whole`: this rank holds all of every tensor."""
+    def __init__(
+        self,
+        keys: dict[int, str],
+        scales: KvScales,
+        whole: bool,
+        live: set[int],
+        repeated: frozenset[str],
+    ) -> None:
+        """`keys` names the twin's parameters by id; `whole`: this rank holds all of every tensor.
+
+        live: the addresses of the running model's own memory. repeated: second names of tensors, which
+        are compared at the end rather than loaded.
+        """
         self.current: str | None = None
         self.collects = False
         self._idle = _Idle()
@@ -33,6 +46,10 @@ class Intake:
         self._scales = scales
         self._whole = whole
         self.sent: set[str] = set()
+        self._live = live
+        self._repeated = repeated
+        self._loaded: dict[str, list[int]] = {}
+        self._memory = SenderMemory(self._is_held)
         self._written: dict[int, int] = {}
         self._sending: torch.Tensor | None = None
 
@@ -42,24 +59,29 @@ class Intake:
         recording: Recording,
         between: Callable[[], None],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `weights`, calling `between` after each one that was loaded.
+        """Yield `weights`, calling `between` after each one that was loaded, before the next is drawn.
 
         Raises:
-            ReloadSourceError: `weights` raised, or gave something else than names with tensors.
+            ReloadSourceError: `weights` raised, or gave something else than names with tensors, or a
+                tensor in memory that something else is still to be read from.
             ReloadUnexpectedError: a name came twice.
             ReloadMismatchError: a loader took only a part of a tensor, or repeated it to fill a place.
         """
         for name, tensor in read(weights, self._where):
-            self.close(recording)
-            between()
             if name in self.sent:
-                raise ReloadUnexpectedError(f"{name} was sent twice.")
+                raise ReloadUnexpectedError(f"{shown(name)} was sent twice.")
             self.sent.add(name)
+            refuse_live(shown(name), tensor, self._live)
+            self._memory.take(name, tensor)
+            if name in self._repeated:
+                self._idle.add(name, tensor)
+                continue
             self.current, self._sending = name, tensor
             yield self._scales.rename(name), tensor
-        self.close(recording)
+            # Before the sender goes on, and perhaps uses the memory again.
+            self.close(recording)
+            between()
         self.current = None
-        between()
 
     def _where(self) -> str:
         after = f"after {self.current}" if self.current else "before the first tensor"
@@ -68,6 +90,7 @@ class Intake:
     def own(self) -> None:
         """A call has ended: let go of the memory of its tensors, where others may lie next."""
         self._idle.own()
+        self._memory.forget()
         self._written = {}  # by a model that collects tensors, after it had seen the last
 
     @property
@@ -82,7 +105,7 @@ class Intake:
             ReloadMismatchError: a dtype that only a wrong checkpoint has there.
             ReloadScaleError: a scale that is not finite, or not positive.
         """
-        name = self._idle.take(loaded) or self.current
+        name = self.current if self._is_sending(loaded) else self._idle.take(loaded) or self.current
         if self.current is None:
             self.collects = True
         recording = self._recording
@@ -98,7 +121,20 @@ class Intake:
             self._scales.accept(parameter, loaded, name or key)
         elif "scale" in key.rpartition(".")[2]:
             for tensor in loaded:
-                refuse_bad_scale(tensor, name or key)
+                refuse_bad_scale(tensor.to(parameter.dtype), name or key)
+
+    def _is_sending(self, loaded: list[torch.Tensor]) -> bool:
+        """Whether one of `loaded` is the tensor that is being sent, or a view of it."""
+        if self._sending is None:
+            return False
+        storage = self._sending.untyped_storage()._cdata
+        return any(x.untyped_storage()._cdata == storage for x in loaded)
+
+    def _is_held(self, name: str) -> bool:
+        """Whether what was sent as `name` is still to be read."""
+        if name in self._idle.tensors:
+            return True
+        return any(self._recording.is_kept(parameter) for parameter in self._loaded.get(name, ()))
 
     @property
     def was_placed(self) -> bool:
@@ -115,6 +151,7 @@ class Intake:
             return
         if not self._written:
             self._idle.add(self.current, self._sending)
+        self._loaded[self.current] = list(self._written)
         if recording.stretched:
             key = self._keys[id(recording.stretched[0])]
             raise ReloadMismatchError(f"{self.current} has too few elements to fill {key}.")
@@ -146,6 +183,7 @@ def read(
             raise ReloadSourceError(
                 f"Reading the new weights failed{where()}: {type(error).__name__}: {error}"
             ) from error
+        refuse_formless(name, tensor)
         yield name, tensor
 
 

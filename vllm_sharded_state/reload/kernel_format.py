@@ -12,21 +12,25 @@ from vllm_sharded_state.errors import (
     ReloadInPlaceError,
     ReloadMismatchError,
     ReloadUnexpectedError,
+    shown,
 )
 from vllm_sharded_state.state import boundaries, units
-from vllm_sharded_state.state.compare import describe
+from vllm_sharded_state.state.compare import describe, place
 from vllm_sharded_state.state.kernels import same_bits
 from vllm_sharded_state.state.kv_scales import KINDS, KINDS_WITH_HOST_TENSOR
 from vllm_sharded_state.state.units import Unit
 from vllm_sharded_state.state.walk import Kind, Leaf
 
-from . import lost
+from . import kv, lost
 from .intake import read
+from .memory import refuse_live, storages
+from .placing import Written
 from .report import Report
 from .undo import UndoLog, require_room
 from .validate import refuse_bad_values
 
 _SCALES = {f"_{kind}_scale": kind for kind in KINDS}
+_HOST_TENSORS = frozenset(f"_{kind}_scale_cpu" for kind in KINDS_WITH_HOST_TENSOR)
 
 
 class KernelFormat:
@@ -38,9 +42,12 @@ class KernelFormat:
     def __init__(self, model: nn.Module, vllm_config: Any, atomic: str = "model") -> None:
         self._began = time.perf_counter()
         self._model = model
+        self._config = vllm_config
         self._atomic = atomic
         self._undo = UndoLog()
         self._sent: set[str] = set()
+        self._live = storages(model)
+        self._written: Written = {}
         self._places: dict[str, tuple[Unit, Leaf]] = {}
         self._opaque: dict[str, str] = {}
         for unit, leaves in units.all_leaves(model):
@@ -53,6 +60,7 @@ class KernelFormat:
                     and boundaries.holds_weights(leaf.value)
                 ):
                     self._opaque[unit.name] = path
+        self._paths = self._second_names()
         sizes: dict[str, int] = {}
         for unit, leaf in self._places.values():
             if leaf.in_state_dict:
@@ -66,8 +74,9 @@ class KernelFormat:
         try:
             for name, tensor in read(weights):
                 if name in self._sent:
-                    raise ReloadUnexpectedError(f"{name} was sent twice.")
-                self._sent.add(name)
+                    raise ReloadUnexpectedError(f"{shown(name)} was sent twice.")
+                refuse_live(shown(name), tensor, self._live)
+                self._sent |= {name, self._paths.get(name, name)}
                 self._copy(name, tensor)
         except BaseException as error:
             self._fail(error)
@@ -99,6 +108,9 @@ class KernelFormat:
         """Let go of the old weights."""
         self._undo.forget()
         lost.found(self._model)
+        scales = {path for path, (_, leaf) in self._places.items() if leaf.attribute in _SCALES}
+        if scales <= self._sent:
+            kv.settle(self._model)
         self._report.seconds = time.perf_counter() - self._began
         return self._report
 
@@ -109,30 +121,52 @@ class KernelFormat:
             return "The engine holds the weights it had before."
         return f"Tensors that came before it are in place, in {len(self._report.changed)} layers."
 
+    def _second_names(self) -> dict[str, str]:
+        """Other names that the model has for its tensors, under LoRA say, each with the one used here."""
+        paths = {id(leaf.value): path for path, (_, leaf) in self._places.items()}
+        named = (
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        )
+        return {
+            name: paths[id(t)] for name, t in named if name not in self._places and id(t) in paths
+        }
+
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
-        if name not in self._places:
-            raise ReloadUnexpectedError(f"{name} is no tensor of the running model.")
-        unit, leaf = self._places[name]
+        path = self._paths.get(name, name)
+        if path not in self._places:
+            raise ReloadUnexpectedError(f"{shown(name)} is no tensor of the running model.")
+        unit, leaf = self._places[path]
+        if leaf.attribute in _HOST_TENSORS:
+            raise ReloadUnexpectedError(f"{name} repeats {path.removesuffix('_cpu')}. Send that.")
         if unit.name in self._opaque:
             raise ReloadInPlaceError(
                 f"{name}: the kernel of {unit.name} reads a packed copy ({self._opaque[unit.name]}), "
                 "which can't be made from it. Send weights in the checkpoint's format."
             )
-        place = leaf.value
-        if place.shape != tensor.shape or place.dtype != tensor.dtype:
+        live = leaf.value
+        if live.shape != tensor.shape or live.dtype != tensor.dtype:
             raise ReloadMismatchError(
-                f"{name} is {describe(tensor)}, and {describe(place)} in the running model."
+                f"{name} is {describe(tensor)}, and {describe(live)} in the running model."
             )
         kind = _SCALES.get(leaf.attribute or "")
         if kind is not None:
             refuse_bad_values(tensor, name, zero=False)
-        changed = not same_bits(place, tensor)
+        changed = not same_bits(live, tensor)
+        first, _ = self._written.setdefault(place(live), (name, changed))
+        if changed and first != name:
+            raise ReloadInPlaceError(
+                f"{first} and {name} are one tensor in the running model, and were sent with different "
+                "contents. Send one content for both."
+            )
         with torch.no_grad():
             if changed:
-                self._undo.keep_tensor(place)
-                place.data.copy_(tensor)
+                self._undo.keep_tensor(live)
+                live.data.copy_(tensor)
             if kind is not None:
                 self._follow(unit.modules[leaf.owner], kind, float(tensor.max()))
+                if changed:
+                    kv.forget_baked(unit.root, unit.name, self._config, self._undo)
         self._report.note(unit.name, changed)
         if self._atomic == "layer":
             self._undo.forget()

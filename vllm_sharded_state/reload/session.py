@@ -11,19 +11,20 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
+from vllm_sharded_state.busy import claim, release
 from vllm_sharded_state.checkpoint.digest import Digest
 from vllm_sharded_state.errors import (
     ReloadBrokenError,
+    ReloadBusyError,
     ReloadEndedError,
     ReloadError,
     ReloadPeerError,
 )
 from vllm_sharded_state.state.construction import recall
-from vllm_sharded_state.state.digest import state_digest
 
 from . import lost, unsupported
 from .call import running
-from .entry import claim, release
+from .entry import digests
 from .peers import Agreement
 from .transaction import Transaction
 
@@ -46,6 +47,7 @@ class Session:
         self._failure: str | None = None
         self._held = "The engine holds the weights it had before."
         self._ended = False
+        self._reading = False
         model.load_weights = self
         try:
             call = running()
@@ -63,12 +65,15 @@ class Session:
         Afterwards nothing is held of the memory that the tensors lie in. Raises `ReloadError`.
         """
         transaction = self._open()
+        self._reading = True
         try:
             loaded = transaction.feed(weights if self._sent is None else self._sent.over(weights))
             transaction.own()
         except BaseException as error:
             self.fail(error)
             raise
+        finally:
+            self._reading = False
         return loaded
 
     def agree(self) -> None:
@@ -89,8 +94,11 @@ class Session:
         if self._failure is not None:
             del self._model.load_weights  # it has been told now
         transaction = self._open()
+        told: dict[str, str | list[str]] = {}
         try:
             transaction.complete()
+            if self._sent is not None:
+                told = digests(transaction, self._model, self._config, self._sent)
             self.agree()
         except BaseException as error:
             self.fail(error)
@@ -98,9 +106,7 @@ class Session:
         del self._model.load_weights
         self._ended = True
         report = transaction.commit()
-        if self._sent is not None:
-            state = state_digest(self._model, self._config)
-            report.digests = {"sent": self._sent.hexdigest(), **state}
+        report.digests = told
         release(self._model)
         running().report = report.as_dict()
         logger.info("Weights updated: %s", report)
@@ -125,6 +131,14 @@ class Session:
         finally:
             self._agreement.fail(self._failure)
 
+    def refuse_if_reading(self) -> None:
+        """Raise `ReloadBusyError` to whoever is called by what `load_weights` was given to read."""
+        if self._reading:
+            raise ReloadBusyError(
+                "This update is still reading what a call of load_weights was given, and can't be "
+                "started, continued or finished from in there."
+            )
+
     @property
     def is_open(self) -> bool:
         """Whether more can be sent: it has neither failed nor been finished."""
@@ -140,6 +154,7 @@ class Session:
 
     def _open(self) -> Transaction:
         self.refuse_if_failed()
+        self.refuse_if_reading()
         assert self._transaction is not None
         return self._transaction
 
@@ -186,5 +201,6 @@ def abandon(model: nn.Module) -> None:
     """Take back an update of `model` that was started and never finished, if there is one."""
     session = of(model)
     if session is not None and session.is_open:
+        session.refuse_if_reading()
         logger.warning("An earlier update was never finished: it is taken back.")
         session.fail(ReloadEndedError("another update was started."))

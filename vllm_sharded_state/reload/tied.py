@@ -62,6 +62,11 @@ class Tied:
             found += late
         return found
 
+    @property
+    def repeated(self) -> frozenset[str]:
+        """The names of the twin under which a tensor goes that has another name before."""
+        return frozenset(n for n, tensor in self._twin.items() if self._first[id(tensor)] != n)
+
     def refuse_others(self, unplaced: Mapping[str, torch.Tensor], recording: Recording) -> None:
         """See that what was sent under a second name of a tensor is what the model holds now.
 

@@ -38,6 +38,7 @@ from .derived import Derived
 from .handles import Handles
 from .intake import Intake
 from .kv import KvScales
+from .memory import storages
 from .original import Original
 from .placing import Written, plan
 from .report import Report, sizes
@@ -84,11 +85,11 @@ class Transaction:
         self._report = Report(sizes(self._twin.units))
         parallel = config.parallel_config
         whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
-        self._intake = Intake(keys, self._scales, whole)
+        self._tied = Tied(self._live, self._twin.model)
+        self._intake = Intake(keys, self._scales, whole, storages(model), self._tied.repeated)
         self._recording = Recording(self._twin, self._watch)
         self._intake.attach(self._recording)
         self._derived = Derived(self._recording)
-        self._tied = Tied(self._live, self._twin.model)
         self._builder = Builder(
             self._recording, construction.initial, self._tied.shared, self._device
         )
@@ -129,6 +130,7 @@ class Transaction:
             self._scales.place_all(self._recording, self._undo, self._placed)
             self._refuse_late()
             lost.refuse_units_unsent(self._model, self._done)
+            self._report.seconds = time.perf_counter() - self._began
         except BaseException as error:
             self._fail(error)
             raise
@@ -151,7 +153,6 @@ class Transaction:
         """Let go of the old weights."""
         self._scales.settle()
         self._scales.log_kept()
-        self._report.seconds = time.perf_counter() - self._began
         self._undo.forget()
         lost.found(self._model)
         return self._report

@@ -71,14 +71,15 @@ class UndoLog:
         self.nbytes += new.nbytes
         while done < live.numel():
             here, there = live[done : done + _PIECE], old[done : done + _PIECE]
-            kept = scratch[: here.numel()].copy_(here)
+            size = here.numel()
+            kept = scratch[:size].copy_(here)
             try:
                 here.copy_(there)
                 there.copy_(kept)
             except BaseException:
                 here.copy_(kept)
                 raise
-            done += here.numel()
+            done += size  # no call: an interruption in one would lose count
 
     def keep_value(self, assign: Callable[[Any], None], value: Any) -> None:
         """Keep `value`, which `assign` puts back."""

@@ -60,7 +60,11 @@ class Recording:
 
     def is_loaded(self, parameter: torch.Tensor) -> bool:
         """Whether anything is kept that was loaded into `parameter`."""
-        return self.calls(parameter) > 0
+        return self.is_kept(id(parameter))
+
+    def is_kept(self, parameter: int) -> bool:
+        """Whether anything is kept that was loaded into the parameter of this id."""
+        return bool(self._calls.get(parameter))
 
     def calls(self, parameter: torch.Tensor) -> int:
         """How many times something was loaded into `parameter` that is kept."""
