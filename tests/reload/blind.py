@@ -10,7 +10,7 @@ from vllm_sharded_state.state.digest import state_digest
 _FLOATS = tuple(f"_{kind}_scale_float" for kind in ("q", "k", "v", "prob"))
 
 
-class _Tensors(snapshot._Walk):
+class _Tensors(snapshot.Walk):
     """Keeps the tensors themselves, by path."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 def _attempt(
     config: Any, model: Any, tensors: Any, path: Path | None = None, phases: Any = ()
 ) -> Any:
-    """The error; or what `reload_weights` reports, or None for an update in calls."""
+    """The error; or what is reported, where the update comes to its end."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import inplace
 
@@ -121,7 +121,7 @@ def main() -> None:
         peers.PATIENCE_S = patience
         given_up.touch()
     result["late"] = snapshot(model)
-    result["last error"] = _attempt(config, model, tensors(old), phases=PHASES)
+    result["last report"] = _attempt(config, model, tensors(old), phases=PHASES)
     result["last"] = snapshot(model)
 
     if not with_experts:

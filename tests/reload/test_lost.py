@@ -43,7 +43,7 @@ def test_what_upstream_saved_need_not_be_sent(reload_lab: Labs) -> None:
     result, fresh = lab.ours[cases.LOST_BUT_ONE], lab.stock["fresh.llama-kv"]["before"]
     (step,) = result["steps"]
     assert step["error"] is None, step["error"]["traceback"]
-    old, new = result["before"]["tensors"][cases.PRESERVED], fresh["tensors"][cases.SAVED]
+    old, new = result["before"]["tensors"][cases.PRESERVED], fresh["tensors"][cases.PRESERVED]
     assert step["snapshot"]["tensors"][cases.PRESERVED] == old != new
     others = step["snapshot"]["tensors"] | {cases.PRESERVED: new}
     assert others == fresh["tensors"]
