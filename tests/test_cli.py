@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import edit
+from tests.support import edit, manifests
 from tests.support.batch import run_batch
 from tests.support.lab import WITH_OURS, explain, sharded
 from tests.zoo import decoders
 from tests.zoo import quantize as q
 from tests.zoo.kinds import TENSORS
 from vllm_sharded_state import cli
+from vllm_sharded_state.checkpoint.manifest import read
 
 KIND = "llama-kv-head"
 PART = 256 * 1024
@@ -125,11 +126,42 @@ def test_verify_names_a_tensor_with_one_bit_flipped(
     code, text = run(capsys, "verify", directory)
     assert code == 1
     assert key in text
-    assert "is damaged" in text
+    assert "Copy what is damaged again" in text
+
+
+def test_verify_notes_what_was_changed_beside_the_weights(
+    saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "edited"
+    shutil.copytree(saved["one"], directory)
+    assert found(capsys, "verify", directory)["notes"] == []
+    (directory / "config.json").write_text("{}")
+    result = found(capsys, "verify", directory)
+    assert (result["exit"], result["notes"]) == (
+        0,
+        ["config.json was changed after the save (no weights)"],
+    )
+    (directory / "config.json").unlink()
+    assert found(capsys, "verify", directory)["notes"] == [
+        "config.json is not there any more (no weights)"
+    ]
+
+
+def test_names_are_shown_as_they_are(
+    saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "renamed"
+    shutil.copytree(saved["one"], directory)
+    manifest = read(directory)
+    manifest.source.name = "/data/[red]x[/b]/model"
+    manifests.write(directory, manifest)
+    code, text = run(capsys, "inspect", directory)
+    assert code == 0
+    assert "/data/[red]x[/b]/model" in text
 
 
 def test_verify_tells_two_saves_apart(
-    saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = tensors(saved["one"]), tensors(saved["two"])
     different = {key for key in one if not torch.equal(one[key], two[key])}
@@ -144,6 +176,9 @@ def test_verify_tells_two_saves_apart(
         f"{int((apart > 0).sum())} of {apart.numel()} elements, the largest difference "
         f"{apart.max().item():.6g}"
     )
+    other, key = damaged(saved["two"], tmp_path / "damaged")
+    code, text = run(capsys, "verify", saved["one"], "--against", other)
+    assert (code, key in text) == (1, True)
     same = found(capsys, "verify", saved["one"], "--against", saved["one"])
     assert (same["exit"], same["different"]) == (0, [])
 

@@ -6,6 +6,7 @@ What a command needs is imported when it runs, so that `--help` answers at once.
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = importlib.import_module(f".{given.command}", __name__)
     try:
         found, code = command.run(given)
+        if given.json:
+            print(json.dumps(found, indent=1))
+        else:
+            command.show(found)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ShardedStateError, OSError) as error:
         if given.debug:
             raise
@@ -32,10 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return FOUND
-    if given.json:
-        print(json.dumps(found, indent=1))
-    else:
-        command.show(found)
     return int(code)
 
 

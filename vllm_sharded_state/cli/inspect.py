@@ -5,6 +5,7 @@ import fnmatch
 import importlib.metadata
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_sharded_state.checkpoint.dtypes import NAMES
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, TensorEntry
 
 from .opened import open_rank, read_manifest
 
+#: Characters in a line where nobody looks on.
+_WIDE = 400
 #: A KV scale: the layer's buffer in runtime layout, the checkpoint's parameter in source layout.
 _SCALE = re.compile(r"(?P<layer>.+)\._?(?P<kind>k|v)_scale")
 
@@ -39,7 +43,7 @@ def run(given: argparse.Namespace) -> tuple[dict[str, Any], int]:
             scale for rank in found.ranks for scale in _kv_scales(directory, found, rank)
         ],
     }
-    if given.tensors:
+    if given.tensors is not None:
         facts["tensors"] = [
             _tensor(rank.rank, name, entry)
             for rank in found.ranks
@@ -51,7 +55,9 @@ def run(given: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def show(facts: dict[str, Any]) -> None:
     """Print the facts as a person reads them."""
-    console = Console(highlight=False, soft_wrap=True)
+    # Names in a file or a pipe are wanted whole, for other programs.
+    width = None if sys.stdout.isatty() else _WIDE
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
     model, world = facts["model"], facts["world"]
     writer = ", ".join(f"{name} {version}" for name, version in facts["written_by"].items())
     layouts = ", ".join(f"{count} modules {name}" for name, count in facts["layouts"].items())
@@ -66,11 +72,13 @@ def show(facts: dict[str, Any]) -> None:
         "loads into": _where(facts["needs"]),
     }
     for name, text in lines.items():
-        console.print(f"[bold]{name:<11}[/bold] {text}", markup=True)
+        console.print(Text(f"{name:<11} ", style="bold") + Text(text))
     console.print(_parts(facts["ranks"]))
     if facts["kv_scales"]:
         console.print(_scales(facts["kv_scales"]))
-    if "tensors" in facts:
+    if facts.get("tensors") == []:
+        console.print("No tensor has such a name.")
+    elif "tensors" in facts:
         console.print(_tensors(facts["tensors"]))
 
 
@@ -117,7 +125,7 @@ def _where(needs: dict[str, dict[str, Any]]) -> str:
         if both["here"] is not None and both["here"] != both["saved"]
     ]
     if different:
-        return f"[red]not here[/red]: {', '.join(different)}"
+        return f"not here: {', '.join(different)}"
     wanted = ", ".join(f"{name} {needs[name]['saved']}" for name in ("vllm", "torch", "platform"))
     return f"{wanted}: the same versions as here" if needs["vllm"]["here"] else wanted
 
@@ -197,24 +205,31 @@ def _table(title: str, *columns: str, right: int = 0) -> Table:
     return table
 
 
+def _row(table: Table, *cells: object) -> None:
+    """Add a row; names come from a file, and are shown as they are."""
+    table.add_row(*(Text(str(cell)) for cell in cells))
+
+
 def _parts(ranks: list[dict[str, Any]]) -> Table:
     table = _table("Parts", "rank", "file", "bytes", right=1)
     for rank in ranks:
         for name, size in rank["parts"].items():
-            table.add_row(str(rank["rank"]), name, f"{size:,}")
+            _row(table, rank["rank"], name, f"{size:,}")
         dtypes = ", ".join(f"{dtype} {_size(size)}" for dtype, size in rank["bytes"].items())
-        table.add_row("", f"{rank['tensors']} tensors: {dtypes}", "", end_section=True)
+        _row(table, "", f"{rank['tensors']} tensors: {dtypes}", "")
+        table.add_section()
     return table
 
 
 def _scales(scales: list[dict[str, Any]]) -> Table:
     table = _table("KV scales", "rank", "layer", "of", "heads", "smallest", "largest", right=3)
     for scale in scales:
-        table.add_row(
-            str(scale["rank"]),
+        _row(
+            table,
+            scale["rank"],
             scale["layer"],
             scale["kind"],
-            str(scale["heads"]),
+            scale["heads"],
             f"{scale['min']:.6g}",
             f"{scale['max']:.6g}",
         )
@@ -225,13 +240,14 @@ def _tensors(tensors: list[dict[str, Any]]) -> Table:
     table = _table("Tensors", "rank", "name", "stage", "kind", "dtype", "shape", right=1)
     for tensor in tensors:
         names = " = ".join([tensor["name"], *tensor["aliases"]])
-        table.add_row(
-            str(tensor["rank"]),
+        _row(
+            table,
+            tensor["rank"],
             names,
             tensor["stage"],
             tensor["kind"],
             tensor["dtype"],
-            str(tensor["shape"]),
+            tensor["shape"],
         )
     return table
 

@@ -15,7 +15,8 @@ def read_manifest(directory: Path) -> Manifest:
     was killed in its last step.
     """
     if not directory.is_dir():
-        raise ManifestError(f"There is no directory {directory}.")
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ManifestError(f"{directory} {what}. Name a directory that save_sharded_state wrote.")
     found = manifest.read(directory)
     if found is None:
         raise ManifestError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from vllm_sharded_state.checkpoint.checksum import checksum
 from vllm_sharded_state.checkpoint.dtypes import NAMES, torch_dtype
 from vllm_sharded_state.checkpoint.manifest import STOCK_STOP, Manifest, RankEntry, TensorEntry
 from vllm_sharded_state.checkpoint.reading import PartReader, Request
@@ -31,18 +32,19 @@ def run(given: argparse.Namespace) -> tuple[dict[str, Any], int]:
     found = read_manifest(given.directory)
     result: dict[str, Any] = {"directory": str(given.directory)}
     size = sum(_nbytes(entry) for rank in found.ranks for entry in rank.tensors.values())
-    problems: list[str] = []
-    with _bar(size) as bar:
-        for rank in found.ranks:
-            problems += _check(given.directory, found, rank, bar)
+    problems = _problems(given.directory, found)
     result |= {
         "tensors": sum(len(rank.tensors) for rank in found.ranks),
         "bytes": size,
         "problems": problems,
+        "notes": _side_files(given.directory, found),
     }
     if given.against is not None and not problems:
+        other = read_manifest(given.against)
+        problems += [f"{given.against}: {text}" for text in _problems(given.against, other)]
+    if given.against is not None and not problems:
         result["against"] = str(given.against)
-        result["different"] = _against(given.directory, found, given.against)
+        result["different"] = _against(given.directory, found, given.against, other)
     result["seconds"] = time.perf_counter() - began
     return result, 1 if problems or result.get("different") else 0
 
@@ -52,8 +54,10 @@ def show(result: dict[str, Any]) -> None:
     for problem in result["problems"]:
         print(problem)
     if result["problems"]:
-        print(f"{result['directory']} is damaged. Copy it again, or save the model again.")
+        print("Copy what is damaged again, or save the model again.")
         return
+    for note in result["notes"]:
+        print(note)
     size, seconds = result["bytes"] / 2**30, result["seconds"]
     print(
         f"{result['tensors']} tensors, {size:.2f} GiB, every byte as it was saved ({seconds:.1f} s)"
@@ -68,6 +72,28 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
+def _problems(directory: Path, found: Manifest) -> list[str]:
+    """What is wrong with the parts of a save, one text each."""
+    problems = []
+    size = sum(_nbytes(entry) for rank in found.ranks for entry in rank.tensors.values())
+    with _bar(size) as bar:
+        for rank in found.ranks:
+            problems += _check(directory, found, rank, bar)
+    return problems
+
+
+def _side_files(directory: Path, found: Manifest) -> list[str]:
+    """Which files beside the weights are not as they were saved: users may edit them."""
+    notes = []
+    for name, saved in sorted(found.side_files.items()):
+        path = directory / name
+        if not path.is_file():
+            notes.append(f"{name} is not there any more (no weights)")
+        elif path.stat().st_size != saved.size or checksum(path.read_bytes()) != saved.checksum:
+            notes.append(f"{name} was changed after the save (no weights)")
+    return notes
+
+
 def _bar(total: int) -> Any:
     """A progress bar in bytes, on a terminal only."""
     return tqdm(
@@ -80,7 +106,7 @@ def _check(directory: Path, found: Manifest, rank: RankEntry, bar: Any) -> list[
     try:
         reader = open_rank(directory, found, rank)
     except ShardedStateError as error:
-        return [str(error)]
+        return [_cause(error)]
     problems = []
     try:
         for name in rank.files:
@@ -95,10 +121,15 @@ def _check(directory: Path, found: Manifest, rank: RankEntry, bar: Any) -> list[
             try:
                 reader.fill(requests, bar.update)
             except ShardedStateError as error:
-                problems.append(str(error).rpartition("\n")[0] or str(error))
+                problems.append(_cause(error))
     finally:
         reader.close()
     return problems
+
+
+def _cause(error: ShardedStateError) -> str:
+    """The message without its last line, which says what to do."""
+    return str(error).rpartition("\n")[0] or str(error)
 
 
 def _request(entry: TensorEntry) -> Request:
@@ -124,9 +155,10 @@ def _nbytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * NAMES[entry.dtype]
 
 
-def _against(directory: Path, found: Manifest, against: Path) -> list[dict[str, str]]:
+def _against(
+    directory: Path, found: Manifest, against: Path, other: Manifest
+) -> list[dict[str, str]]:
     """Tensors and values in which two saves differ, by rank and name."""
-    other = read_manifest(against)
     ranks = {rank.rank: rank for rank in other.ranks}
     if ranks.keys() != {rank.rank for rank in found.ranks}:
         raise ManifestError(
