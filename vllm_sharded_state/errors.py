@@ -98,11 +98,13 @@ class ReloadArgumentError(ReloadError, TypeError):
 
 
 class ReloadUnsupportedError(ReloadError):
-    """This engine can't take new weights while it runs; nothing was read."""
+    """This engine, or this model, can't take new weights while it runs."""
 
 
 class ReloadSourceError(ReloadError):
-    """The new weights could not be read: their iterator failed, or their path leads nowhere."""
+    """The new weights could not be read: their iterator failed, their memory was used again, or their
+    path leads nowhere.
+    """
 
 
 class ReloadIncompleteError(ReloadError):

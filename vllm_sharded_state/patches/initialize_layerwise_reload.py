@@ -9,8 +9,8 @@ Why: between this function and `finalize_layerwise_reload` the model lies on the
     whatever the memory held.
 
 How: `reload.session.begin` starts a transaction on the model, which its `load_weights` then feeds, and
-    nothing of the model is touched. Where that can't be (online quantization, backends that write into
-    the model by themselves), the original runs, with a warning. Upstream's own `reload_weights` and
+    nothing of the model is touched. Where that can't be (torchao, backends that write into the model
+    by themselves), the original runs, with a warning. Upstream's own `reload_weights` and
     torchao, which imported the function by value, keep the original: what they do is not for here.
 
 Since: vLLM 0.32 (seen in 0.32 and 0.33; `reload/` is the same in both).
