@@ -60,6 +60,12 @@ TWO_CONTENTS = case(
 SECOND_NAMES = case(
     "kernel format second names", "llama-lora", {"kernel_format": True}, way=TENSORS
 )
+#: Both names of a tied tensor, in calls of one tensor.
+TIED_IN_CALLS = case(
+    "tied in calls",
+    "llama-tied",
+    {"calls": 1, "reused": True, "add": {"lm_head.weight": "model.embed_tokens.weight"}},
+)
 SAVED_MEANWHILE = case(
     "saved meanwhile",
     "llama",

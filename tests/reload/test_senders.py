@@ -70,6 +70,14 @@ def test_kernel_format_takes_one_content_for_one_tensor(reload_lab: Labs) -> Non
 
 
 @pytest.mark.engine
+@pytest.mark.jobs(sender_cases.TIED_IN_CALLS)
+def test_a_second_name_may_come_in_a_call_of_its_own(reload_lab: Labs) -> None:
+    lab = reload_lab(cases.way_of(sender_cases.TIED_IN_CALLS))
+    (step,) = lab.ours[sender_cases.TIED_IN_CALLS]["steps"]
+    renewed(step, lab, "llama-tied")
+
+
+@pytest.mark.engine
 @pytest.mark.jobs(sender_cases.SAVED_MEANWHILE)
 def test_a_mixture_of_old_and_new_is_not_saved(reload_lab: Labs) -> None:
     lab = reload_lab(cases.way_of(sender_cases.SAVED_MEANWHILE))

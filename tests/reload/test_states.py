@@ -51,8 +51,7 @@ def test_a_tied_head_takes_its_other_name_as_a_repetition_only(reload_lab: Labs)
     other, alone, equal = result["steps"]
     for step in (other, alone):
         unharmed(step, result["before"])
-    assert "Send model.embed_tokens.weight" in other["error"]["message"]
-    assert "tied to 'model.embed_tokens.weight'" in alone["error"]["message"]
+        assert "Send model.embed_tokens.weight" in step["error"]["message"]
     renewed(equal, lab, "llama-tied")
 
 
