@@ -21,7 +21,8 @@ def open_rank(
 
     `pattern` names part files as upstream's loader does. Raises `ShardedStateError`.
     """
-    _refuse_waiting(location, found)
+    if location.folder is not None:
+        staging.refuse_waiting(location.folder, found.save_id)
     entry = _entry(found, location, vllm_config, pattern)
     reader = location.open(entry.files, found.save_id, options.verify)
     try:
@@ -69,18 +70,6 @@ def _refuse_false_untying(found: Manifest, entry: RankEntry, location: Location)
         raise ManifestError(
             f"{manifest.FILE_NAME} in {location} says that word embeddings are not tied, and that these "
             f"are one tensor:\n{listed(shared)}\nSave the model again."
-        )
-
-
-def _refuse_waiting(location: Location, found: Manifest) -> None:
-    """Raise `IncompleteError` where the engine may have been configured by an earlier save's files."""
-    folder = location.folder
-    waiting = staging.waiting_side_files(folder, found.save_id) if folder else []
-    if waiting:
-        raise IncompleteError(
-            f"A save into {location} was killed in its last step: its weights can be read, but these "
-            f"files are still those of the checkpoint before it:\n{listed(waiting)}\n"
-            f"Complete it: python -m vllm_sharded_state.checkpoint.staging {location}"
         )
 
 

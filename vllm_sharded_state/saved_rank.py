@@ -4,7 +4,6 @@ Everything here looks, and nothing is changed: what a load asks before it fills 
 built, a reload asks before it touches one that runs.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
-from .checkpoint.dtypes import NAMES, dtype_name, holds
-from .checkpoint.manifest import AGAIN, STOCK_STOP, RankEntry, TensorEntry
-from .checkpoint.reading import Reader
+from .checkpoint.dtypes import dtype_name, holds
+from .checkpoint.manifest import AGAIN, RankEntry, TensorEntry
+from .checkpoint.reading import Reader, unmatched
 from .errors import MismatchError, RestoreError, listed
 from .faults import Faults
 from .filling import Filling, Origin
@@ -55,10 +54,7 @@ class SavedRank:
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors, each once."""
-        return sum(
-            math.prod(entry.shape) * NAMES.get(entry.dtype, 0)
-            for entry in self.entry.tensors.values()
-        )
+        return sum(entry.nbytes for entry in self.entry.tensors.values())
 
     def filling(self, entries: Entries, progress: Progress | None = None) -> Filling:
         """What reads `early` or `late`, by path."""
@@ -150,14 +146,8 @@ class SavedRank:
 
     def _check_parts(self) -> None:
         """Every listed tensor is in its file, in the listed form, and no file holds another."""
-        listed_keys: dict[str, set[str]] = {name: set() for name in self.entry.files}
-        for entry in self.entry.tensors.values():
-            listed_keys[entry.file].add(entry.key)
         faults = Faults()
-        for file, keys in listed_keys.items():
-            found = set(self.reader.keys(file)) - {STOCK_STOP}
-            faults.missing += [f"{key} (in {file})" for key in keys - found]
-            faults.unexpected += [f"{key} (in {file})" for key in found - keys]
+        faults.missing, faults.unexpected = unmatched(self.reader, self.entry)
         missing = set(faults.missing)
         present = {
             name: entry

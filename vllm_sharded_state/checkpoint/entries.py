@@ -4,6 +4,7 @@ msgspec checks types, patterns, ranges and unknown fields while it decodes, and 
 schema (`docs/sharded_state.schema.json`, made by `tools/schema.py`) from the same declarations.
 """
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -124,6 +125,11 @@ class TensorEntry(_Record):
     stride: Annotated[list[Stride], Meta(max_length=64)] | None = None
     base: Name | None = None
     offset: Size = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take, each counted once."""
+        return math.prod(self.shape) * NAMES[self.dtype]
 
 
 class ValueEntry(_Record):

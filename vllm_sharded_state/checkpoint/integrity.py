@@ -3,8 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from .dtypes import NAMES
-from .entries import RankEntry, TensorEntry
+from .entries import RankEntry
 
 if TYPE_CHECKING:
     from .manifest import Manifest
@@ -61,7 +60,7 @@ def _rank(entry: RankEntry) -> str | None:
             return f"{name} is said to be an attribute of {tensor.owner!r}, where it can't lie"
         if tensor.stride is not None and len(tensor.stride) != len(tensor.shape):
             return f"{name} has {len(tensor.shape)} dimensions and {len(tensor.stride)} strides"
-        filled[tensor.file] += _bytes(tensor)
+        filled[tensor.file] += tensor.nbytes
     for file, content in filled.items():
         if content + _LEAST_HEADER > entry.files[file].size:
             return f"{file} has {entry.files[file].size} bytes, and its tensors take {content}"
@@ -100,7 +99,3 @@ class _Covered:
 
 def _below(owner: str, path: str) -> bool:
     return not owner or path.startswith(owner + ".")
-
-
-def _bytes(tensor: TensorEntry) -> int:
-    return math.prod(tensor.shape) * NAMES[tensor.dtype]

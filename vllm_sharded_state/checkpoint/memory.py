@@ -17,6 +17,15 @@ def flat(tensor: torch.Tensor) -> Any:
     return raw(tensor).numpy()
 
 
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte, exclusive, of the memory in which the elements of `tensor` lie."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def slabs(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     """Views of `tensor` of at most `limit` bytes, which follow each other in row-major order.
 

@@ -8,6 +8,7 @@ from . import device
 from .device import Ring
 from .files import MAX_BUFFERS
 from .jobs import PIECE, Bounced, Chain, Damage, Item, Large, Run, aligned
+from .memory import span
 from .pool import Job
 
 
@@ -61,8 +62,7 @@ def clusters(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
     ranges: dict[torch.device, list[tuple[int, int, int]]] = {}
     for position, tensor in enumerate(tensors):
         if tensor.numel():
-            begin = tensor.data_ptr()
-            ranges.setdefault(tensor.device, []).append((begin, begin + _extent(tensor), position))
+            ranges.setdefault(tensor.device, []).append((*span(tensor), position))
     groups = []
     for found in ranges.values():
         found.sort()
@@ -76,15 +76,6 @@ def clusters(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
             end = max(end, stop)
         groups.append(group)
     return [sorted(group) for group in groups if len(group) > 1]
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (last + 1) * tensor.element_size()
 
 
 def _apart(items: Sequence[Item]) -> tuple[list[Item], list[list[Item]]]:

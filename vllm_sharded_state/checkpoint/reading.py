@@ -15,7 +15,7 @@ from .dtypes import torch_dtype
 from .files import PartFile
 from .header import Place
 from .jobs import PIECE, Damage, Item
-from .manifest import FileEntry
+from .manifest import STOCK_STOP, FileEntry, RankEntry
 from .plan import Rings, plan
 from .staging import locate
 
@@ -86,6 +86,20 @@ class Reader(ABC):
         tensor = torch.empty(place.shape, dtype=torch_dtype(place.dtype), device="cpu")
         self.fill([Request(name, key, expected, tensor)])
         return tensor
+
+
+def unmatched(reader: Reader, entry: RankEntry) -> tuple[list[str], list[str]]:
+    """What the files of a rank lack of its entry, and what they hold beyond it: `KEY (in FILE)`."""
+    listed_keys: dict[str, set[str]] = {name: set() for name in entry.files}
+    for tensor in entry.tensors.values():
+        listed_keys[tensor.file].add(tensor.key)
+    missing: list[str] = []
+    unexpected: list[str] = []
+    for file, keys in listed_keys.items():
+        found = set(reader.keys(file)) - {STOCK_STOP}
+        missing += [f"{key} (in {file})" for key in keys - found]
+        unexpected += [f"{key} (in {file})" for key in found - keys]
+    return missing, unexpected
 
 
 class PartReader(Reader):

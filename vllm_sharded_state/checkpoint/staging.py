@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_sharded_state.errors import SaveError, listed
+from vllm_sharded_state.errors import IncompleteError, SaveError, listed
 
 from . import manifest
 from .lock import SaveLock
@@ -133,6 +133,17 @@ def waiting_side_files(directory: Path, save_id: str) -> list[str]:
     if root.is_symlink():
         return []
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def refuse_waiting(directory: Path, save_id: str) -> None:
+    """Raise `IncompleteError` where files beside the weights may still be those of an earlier save."""
+    waiting = waiting_side_files(directory, save_id)
+    if waiting:
+        raise IncompleteError(
+            f"A save into {directory} was killed in its last step: its weights can be read, but these "
+            f"files are still those of the checkpoint before it:\n{listed(waiting)}\n"
+            f"Complete it: python -m vllm_sharded_state.checkpoint.staging {directory}"
+        )
 
 
 def waiting_removal(directory: Path, save_id: str) -> set[str]:

@@ -3,7 +3,6 @@
 import argparse
 import fnmatch
 import importlib.metadata
-import math
 import re
 import sys
 from collections import Counter
@@ -15,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_sharded_state.checkpoint.dtypes import NAMES
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, TensorEntry
 
 from .opened import open_rank, read_manifest
@@ -133,17 +131,13 @@ def _where(needs: dict[str, dict[str, Any]]) -> str:
 def _rank(rank: RankEntry) -> dict[str, Any]:
     sizes: Counter[str] = Counter()
     for entry in rank.tensors.values():
-        sizes[entry.dtype] += _nbytes(entry)
+        sizes[entry.dtype] += entry.nbytes
     return {
         "rank": rank.rank,
         "parts": {name: file.size for name, file in sorted(rank.files.items())},
         "tensors": len(rank.tensors),
         "bytes": dict(sizes.most_common()),
     }
-
-
-def _nbytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * NAMES[entry.dtype]
 
 
 def _kv_scales(directory: Path, found: Manifest, rank: RankEntry) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from vllm_sharded_state.checkpoint import manifest, staging
 from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry
 from vllm_sharded_state.checkpoint.reading import PartReader
-from vllm_sharded_state.errors import IncompleteError, ManifestError, listed
+from vllm_sharded_state.errors import ManifestError
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -23,13 +23,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} has no {manifest.FILE_NAME}: no save by vllm-sharded-state ended there.\n"
             "Name the directory that was given to save_sharded_state."
         )
-    waiting = staging.waiting_side_files(directory, found.save_id)
-    if waiting:
-        raise IncompleteError(
-            f"A save into {directory} was killed in its last step; these files are still those of the "
-            f"checkpoint before it:\n{listed(waiting)}\n"
-            f"Complete it: python -m vllm_sharded_state.checkpoint.staging {directory}"
-        )
+    staging.refuse_waiting(directory, found.save_id)
     return found
 
 

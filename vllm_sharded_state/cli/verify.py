@@ -1,7 +1,6 @@
 """`vllm-sharded-state verify`: every byte against its checksum, or one save against another."""
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ import torch
 from tqdm.auto import tqdm
 
 from vllm_sharded_state.checkpoint.checksum import checksum
-from vllm_sharded_state.checkpoint.dtypes import NAMES, torch_dtype
-from vllm_sharded_state.checkpoint.manifest import STOCK_STOP, Manifest, RankEntry, TensorEntry
-from vllm_sharded_state.checkpoint.reading import PartReader, Request
+from vllm_sharded_state.checkpoint.dtypes import torch_dtype
+from vllm_sharded_state.checkpoint.manifest import Manifest, RankEntry, TensorEntry
+from vllm_sharded_state.checkpoint.reading import PartReader, Request, unmatched
 from vllm_sharded_state.errors import ManifestError, ShardedStateError
 
 from .opened import open_rank, read_manifest
@@ -31,11 +30,10 @@ def run(given: argparse.Namespace) -> tuple[dict[str, Any], int]:
     began = time.perf_counter()
     found = read_manifest(given.directory)
     result: dict[str, Any] = {"directory": str(given.directory)}
-    size = sum(_nbytes(entry) for rank in found.ranks for entry in rank.tensors.values())
     problems = _problems(given.directory, found)
     result |= {
         "tensors": sum(len(rank.tensors) for rank in found.ranks),
-        "bytes": size,
+        "bytes": _size(found),
         "problems": problems,
         "notes": _side_files(given.directory, found),
     }
@@ -75,8 +73,7 @@ def show(result: dict[str, Any]) -> None:
 def _problems(directory: Path, found: Manifest) -> list[str]:
     """What is wrong with the parts of a save, one text each."""
     problems = []
-    size = sum(_nbytes(entry) for rank in found.ranks for entry in rank.tensors.values())
-    with _bar(size) as bar:
+    with _bar(_size(found)) as bar:
         for rank in found.ranks:
             problems += _check(directory, found, rank, bar)
     return problems
@@ -94,6 +91,10 @@ def _side_files(directory: Path, found: Manifest) -> list[str]:
     return notes
 
 
+def _size(found: Manifest) -> int:
+    return sum(entry.nbytes for rank in found.ranks for entry in rank.tensors.values())
+
+
 def _bar(total: int) -> Any:
     """A progress bar in bytes, on a terminal only."""
     return tqdm(
@@ -109,11 +110,9 @@ def _check(directory: Path, found: Manifest, rank: RankEntry, bar: Any) -> list[
         return [_cause(error)]
     problems = []
     try:
-        for name in rank.files:
-            listed = {entry.key for entry in rank.tensors.values() if entry.file == name}
-            held = set(reader.keys(name)) - {STOCK_STOP}
-            problems += [f"{key} is not in {name}" for key in sorted(listed - held)]
-            problems += [f"{key} in {name} is not in the manifest" for key in sorted(held - listed)]
+        missing, unexpected = unmatched(reader, rank)
+        problems += [f"{key} is missing" for key in sorted(missing)]
+        problems += [f"{key} is not in the manifest" for key in sorted(unexpected)]
         if problems:
             return problems
         for batch in _batches(rank.tensors):
@@ -142,17 +141,13 @@ def _batches(tensors: dict[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]
     batch: dict[str, TensorEntry] = {}
     size = 0
     for name, entry in tensors.items():
-        if batch and size + _nbytes(entry) > _BATCH:
+        if batch and size + entry.nbytes > _BATCH:
             yield batch
             batch, size = {}, 0
         batch[name] = entry
-        size += _nbytes(entry)
+        size += entry.nbytes
     if batch:
         yield batch
-
-
-def _nbytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * NAMES[entry.dtype]
 
 
 def _against(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_sharded_state.checkpoint.memory import span
 from vllm_sharded_state.errors import NotRepresentableError, listed
 
 from .walk import Kind, Leaf
@@ -85,12 +86,12 @@ def arrange(free: Iterable[Leaf], every: Iterable[Leaf]) -> list[tuple[Leaf, Vie
         if _overlaps_itself(leaf.value):
             problems.append(f"{leaf.path}: several of its elements lie at one place in memory")
         near = neighbours.setdefault(_storage(leaf.value), [])
-        start, end = _span(leaf.value)
+        start, end = span(leaf.value)
         touching = [other for other in near if _meet(leaf.value, other.value)]
         around = [
             other
             for other in touching
-            if _span(other.value)[0] <= start and end <= _span(other.value)[1]
+            if span(other.value)[0] <= start and end <= span(other.value)[1]
         ]
         problems += [
             f"{leaf.path}: shares a part of its memory with {other.path}"
@@ -98,7 +99,7 @@ def arrange(free: Iterable[Leaf], every: Iterable[Leaf]) -> list[tuple[Leaf, Vie
             if other not in around
         ]
         base = min(around, key=lambda other: (other.path in paths, other.path), default=None)
-        place = None if base is None else View(base.path, start - _span(base.value)[0])
+        place = None if base is None else View(base.path, start - span(base.value)[0])
         arranged.append((leaf, place))
         near.append(leaf)
     if problems:
@@ -114,22 +115,13 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    start, end = _span(tensor)
+    start, end = span(tensor)
     return end - start
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last byte, exclusive, of the memory in which the elements of `tensor` lie."""
-    if not tensor.numel():
-        return tensor.data_ptr(), tensor.data_ptr()
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one storage have a byte in common, not just interleaved ones."""
-    spans = _span(one), _span(other)
+    spans = span(one), span(other)
     start, end = max(span[0] for span in spans), min(span[1] for span in spans)
     if start >= end:
         return False
