@@ -56,8 +56,11 @@ def has_parts_alone(load_config: Any, folder: Path) -> bool:
 
 def own_format(load_config: Any) -> Any:
     """A copy of `load_config` that reads the model's own format, if it reads sharded state."""
-    if load_config.load_format not in FORMATS:
-        return load_config
+    return as_auto(load_config) if load_config.load_format in FORMATS else load_config
+
+
+def as_auto(load_config: Any) -> Any:
+    """A copy of `load_config` that reads the model's own format, in whichever files it finds."""
     load_config = copy.copy(load_config)
     load_config.load_format, load_config.model_loader_extra_config = "auto", {}
     return load_config

@@ -24,6 +24,7 @@ from .source_identity import Recorder
 from .state import construction, kernels, plain, sharing, units
 from .state.compare import place
 from .state.layout import Chooser
+from .state.process import load_device
 from .state.source import SourceReader
 from .state.twin import Twin
 from .state.unit_state import Source, UnitState
@@ -132,7 +133,7 @@ class _RankSaver:
         self._main = self._writer(self._part_name, room)
         self._hidden = self._writer(self._hidden_name, min(room, _HEADER))
         self._writers = [self._main, self._hidden]
-        device = _device(self._config)
+        device = load_device(self._config)
         self._entry.kernel_environment = kernels.environment(device)
         chooser = Chooser(self._config, device, self._initial, self._wanted, self._source)
         try:
@@ -164,7 +165,7 @@ class _RankSaver:
 
     def _source(self) -> Source:
         """What the configuration names now: after a reload, not what the engine was started from."""
-        twin = Twin(self._config, _device(self._config))
+        twin = Twin(self._config, load_device(self._config))
         load, model = self._config.load_config, self._config.model_config
         found = held.sharded_state(load, model)
         if found is not None or held.has_parts_alone(load, Path(str(model.model))):
@@ -305,7 +306,3 @@ def _hidden_name(rank: int, part_name: Callable[[Any], str]) -> Callable[[Any], 
 def _owner(leaf: Leaf) -> str | None:
     """The module that the plain attribute `leaf` belongs to; None for what is no attribute of one."""
     return leaf.owner if leaf.kind is Kind.ATTRIBUTE and leaf.attribute else None
-
-
-def _device(config: Any) -> torch.device:
-    return torch.device(config.load_config.device or config.device_config.device)

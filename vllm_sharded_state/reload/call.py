@@ -11,8 +11,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from vllm_sharded_state import envs
 from vllm_sharded_state.errors import OptionError, ReloadArgumentError
+
+from . import lost
 
 #: Our arguments, and what each may be.
 OURS: Mapping[str, tuple[Any, ...]] = {"atomic": envs.RELOAD_ATOMIC, "digest": (False, True)}
@@ -26,9 +30,12 @@ class Call:
     digest: bool | None = None
     report: dict[str, Any] | None = None
 
-    def wanted_atomic(self) -> str:
-        """`model` or `layer`, from the call or the environment. Raises `OptionError`."""
-        return self.atomic or envs.reload_atomic()
+    def wanted_atomic(self, model: nn.Module) -> str:
+        """`model` or `layer`, from the call or the environment. Raises `OptionError`.
+
+        Of weights that are lost there is nothing to keep, so that for them it is `layer` always.
+        """
+        return "layer" if lost.is_lost(model) else self.atomic or envs.reload_atomic()
 
     def wants_digest(self) -> bool:
         """Whether digests are wanted, by the call or the environment. Raises `OptionError`."""

@@ -24,7 +24,7 @@ from vllm_sharded_state.errors import (
 )
 from vllm_sharded_state.state.digest import state_digest
 
-from . import lost, peers
+from . import peers
 from .call import running
 from .kernel_format import KernelFormat
 from .report import Report
@@ -72,9 +72,7 @@ def reload_weights(
             if call.wants_digest():
                 sent = Digest()
                 weights_iterator = sent.over(weights_iterator)
-            # Of weights that are lost there is nothing to keep.
-            atomic = "layer" if lost.is_lost(model) else call.wanted_atomic()
-            transaction = kind(model, vllm_config, atomic)
+            transaction = kind(model, vllm_config, call.wanted_atomic(model))
             transaction.feed(weights_iterator)
             transaction.complete()
             found = {} if sent is None else digests(transaction, model, vllm_config, sent)
@@ -146,9 +144,7 @@ def _from_path(vllm_config: Any, model: nn.Module, path: str | None) -> tuple[An
         )
     loader: Any = get_model_loader(load_config)
     if not hasattr(loader, "get_all_weights"):
-        load_config = copy.copy(load_config)
-        load_config.load_format, load_config.model_loader_extra_config = "auto", {}
-        loader = get_model_loader(load_config)
+        loader = get_model_loader(held.as_auto(load_config))
     return Transaction, loader.get_all_weights(config, model), commit
 
 

@@ -136,10 +136,8 @@ class _Fitter:
                 self._unfit.append(f"{leaf.path}: memory that native code owns, and none was saved")
         elif fitted.is_attention and leaf.path in kv.paths(fitted.unit.name):
             # The float of a scale that was saved as the constructor gives it; here it may be another.
-            if constructed is None or plain.equal(constructed.value, leaf.value):
-                return
-            if leaf.assign is not None:
-                fitted.assignments.append((leaf, leaf.assign, constructed.value))
+            if constructed is not None:
+                self._value(fitted, leaf, constructed.value)
         elif fitted.is_attention or leaf.value is None or leaf.value in CONTAINERS:
             return
         elif constructed is None or not plain.equal(constructed.value, leaf.value):

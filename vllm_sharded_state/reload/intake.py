@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vllm_sharded_state.checkpoint.memory import span
 from vllm_sharded_state.errors import (
     ReloadMismatchError,
     ReloadSourceError,
@@ -56,7 +57,6 @@ class Intake:
     def stream(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
-        recording: Recording,
         between: Callable[[], None],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `weights`, calling `between` after each one that was loaded, before the next is drawn.
@@ -79,7 +79,7 @@ class Intake:
             self.current, self._sending = name, tensor
             yield self._scales.rename(name), tensor
             # Before the sender goes on, and perhaps uses the memory again.
-            self.close(recording)
+            self._close()
             between()
         self.current = None
 
@@ -127,8 +127,8 @@ class Intake:
         """Whether one of `loaded` is the tensor that is being sent, or a view of it."""
         if self._sending is None:
             return False
-        storage = self._sending.untyped_storage()._cdata
-        return any(x.untyped_storage()._cdata == storage for x in loaded)
+        start, end = span(self._sending)
+        return any(start <= tensor.data_ptr() < end for tensor in loaded)
 
     def _is_held(self, name: str) -> bool:
         """Whether what was sent as `name` is still to be read."""
@@ -145,10 +145,11 @@ class Intake:
         """Say which recording calls `watch`."""
         self._recording = recording
 
-    def close(self, recording: Recording) -> None:
+    def _close(self) -> None:
         """See what became of the tensor that was yielded last. Raises as `stream`."""
         if self.current is None or self._sending is None:
             return
+        recording = self._recording
         if not self._written:
             self._idle.add(self.current, self._sending)
         self._loaded[self.current] = list(self._written)
@@ -202,8 +203,7 @@ class _Idle:
         """Note that `tensor` was passed on as `name`, and no weight loader called."""
         self.tensors[name] = tensor
         if tensor.numel():
-            start = tensor.data_ptr()
-            bisect.insort(self._spans, (start, start + tensor.nbytes, name))
+            bisect.insort(self._spans, (*span(tensor), name))
 
     def own(self) -> None:
         """Copy what is held: the memory that it lies in may be reused."""

@@ -21,7 +21,7 @@ from vllm_sharded_state.state.kv_scales import KINDS, KINDS_WITH_HOST_TENSOR
 from vllm_sharded_state.state.units import Unit
 from vllm_sharded_state.state.walk import Kind, Leaf
 
-from . import kv, lost
+from . import kv, lost, outcome
 from .intake import read
 from .memory import refuse_live, storages
 from .placing import Written
@@ -92,6 +92,7 @@ class KernelFormat:
             lost.refuse_unsent(self._model, unsent)
         except ReloadError as error:
             self.take_back(error)
+        self._report.seconds = time.perf_counter() - self._began
 
     def take_back(self, error: ReloadError) -> NoReturn:
         """Undo everything for a reason of the caller's, and raise `error`."""
@@ -111,14 +112,11 @@ class KernelFormat:
         scales = {path for path, (_, leaf) in self._places.items() if leaf.attribute in _SCALES}
         if scales <= self._sent:
             kv.settle(self._model)
-        self._report.seconds = time.perf_counter() - self._began
         return self._report
 
     def _said(self) -> str:
-        if lost.is_lost(self._model):
-            return lost.SAID
-        if self._atomic == "model":
-            return "The engine holds the weights it had before."
+        if self._atomic == "model" or lost.is_lost(self._model):
+            return outcome.said(self._model, [])
         return f"Tensors that came before it are in place, in {len(self._report.changed)} layers."
 
     def _second_names(self) -> dict[str, str]:

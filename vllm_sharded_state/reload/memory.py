@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from vllm_sharded_state.checkpoint.memory import span
 from vllm_sharded_state.errors import ReloadSourceError, shown
 
 #: First and last byte (exclusive) of a tensor, and the name that it was sent under.
@@ -57,9 +58,7 @@ class SenderMemory:
         """
         if not tensor.numel():
             return
-        start = tensor.data_ptr()
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        end = start + (last + 1) * tensor.element_size()
+        start, end = span(tensor)
         spans = self._spans.setdefault(tensor.device, [])
         place = bisect.bisect_left(spans, (start,))
         if place and spans[place - 1][1] > start:

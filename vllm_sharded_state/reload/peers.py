@@ -17,10 +17,8 @@ def failures(error: BaseException | None) -> list[str]:
 
     A collective over the engine's ranks, on the host; without other ranks nothing is exchanged.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    group = parallel_state.get_world_group()
-    if group.world_size == 1:
+    group = _group()
+    if group is None:
         return []
     said = None if error is None else f"{type(error).__name__}: {error}"
     everybody: list[str | None] = [None] * group.world_size
@@ -96,8 +94,14 @@ _ALL = "all"
 _numbers = itertools.count()
 
 
-def _store() -> Any:
-    """Where the ranks met; None without other ranks."""
+def _group() -> Any:
+    """All ranks of the engine; None without other ranks."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    return _get_default_store() if parallel_state.get_world_group().world_size > 1 else None
+    group = parallel_state.get_world_group()
+    return group if group.world_size > 1 else None
+
+
+def _store() -> Any:
+    """Where the ranks met; None without other ranks."""
+    return None if _group() is None else _get_default_store()

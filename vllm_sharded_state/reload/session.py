@@ -22,7 +22,7 @@ from vllm_sharded_state.errors import (
 )
 from vllm_sharded_state.state.construction import recall
 
-from . import lost, unsupported
+from . import unsupported
 from .call import running
 from .entry import digests
 from .peers import Agreement
@@ -52,9 +52,7 @@ class Session:
         try:
             call = running()
             self._sent = Digest() if call.wants_digest() else None
-            # Of weights that are lost there is nothing to keep.
-            atomic = "layer" if lost.is_lost(model) else call.wanted_atomic()
-            self._transaction = Transaction(model, vllm_config, atomic)
+            self._transaction = Transaction(model, vllm_config, call.wanted_atomic(model))
         except BaseException as error:
             self.fail(error)
             raise
@@ -77,17 +75,16 @@ class Session:
         return loaded
 
     def agree(self) -> None:
-        """Wait until every rank has taken what was sent so far. Raises `ReloadPeerError`, undone."""
+        """Wait until every rank has taken what was sent so far.
+
+        Raises `ReloadPeerError`, undone; whoever calls ends the update then, as after any error.
+        """
         transaction = self._open()
-        try:
-            elsewhere = self._agreement.settle()
-            if elsewhere is not None:
-                transaction.take_back(
-                    ReloadPeerError(f"Another rank could not take the new weights: {elsewhere}")
-                )
-        except BaseException as error:
-            self.fail(error)
-            raise
+        elsewhere = self._agreement.settle()
+        if elsewhere is not None:
+            transaction.take_back(
+                ReloadPeerError(f"Another rank could not take the new weights: {elsewhere}")
+            )
 
     def finish(self) -> None:
         """See that everything has come, on every rank, and keep it. Raises `ReloadError`, undone."""

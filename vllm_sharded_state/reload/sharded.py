@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vllm_sharded_state import admission, options
-from vllm_sharded_state.errors import MismatchError, ReloadError, ShardedStateError, listed
+from vllm_sharded_state.errors import MismatchError, ReloadError
 from vllm_sharded_state.held import Held
 from vllm_sharded_state.mirrors import refuse_forged
 from vllm_sharded_state.options import Options
@@ -25,10 +25,11 @@ from vllm_sharded_state.state.compare import place
 from vllm_sharded_state.state.construction import Construction, recall
 from vllm_sharded_state.state.kernels import same_bits
 from vllm_sharded_state.state.kv_scales import SCALE_BUFFERS
+from vllm_sharded_state.state.process import load_device
 from vllm_sharded_state.state.twin import Twin, source_parameters
 from vllm_sharded_state.state.units import Unit
 
-from . import kv, lost
+from . import kv, lost, outcome
 from .building import UnitBuilder
 from .fitting import Fitted, fit
 from .handles import Handles
@@ -52,9 +53,7 @@ class ShardedTransaction:
         self._config = vllm_config
         self._model = model
         self._atomic = atomic
-        self._device = torch.device(
-            vllm_config.load_config.device or vllm_config.device_config.device
-        )
+        self._device = load_device(vllm_config)
         self._undo = UndoLog()
         self._handles = Handles(vllm_config, self._device)
         self._written: Written = {}
@@ -96,6 +95,7 @@ class ShardedTransaction:
                     self._undo.forget()
             for filling, stage in ((self._early, "early"), (self._late, "late")):
                 filling.refuse_overwritten([x for one in self._fitted for x in getattr(one, stage)])
+            self._report.seconds = time.perf_counter() - self._began
         except BaseException as error:
             self._fail(error)
             raise
@@ -111,24 +111,14 @@ class ShardedTransaction:
         self._undo.forget()
         lost.found(self._model)
         self._saved.reader.close()
-        self._report.seconds = time.perf_counter() - self._began
         return self._report
 
     def _fail(self, error: BaseException) -> None:
         """Undo everything, and say in `error` what the engine holds now."""
         self._saved.reader.close()
         self._undo.roll_back()
-        if not isinstance(error, ShardedStateError):
-            return
-        new = self._report.changed + self._report.unchanged
-        error.changed = self._atomic == "layer" and bool(new)
-        if lost.is_lost(self._model):
-            said = lost.SAID
-        elif not error.changed:
-            said = "The engine holds the weights it had before."
-        else:
-            said = f"These units hold new weights, all others their old ones:\n{listed(new)}"
-        error.args = (f"{error}\n{said}",)
+        placed = self._report.changed + self._report.unchanged
+        outcome.tell(error, self._model, placed if self._atomic == "layer" else [])
 
     def _groups(self) -> Iterator[list[Fitted]]:
         """What is read at once and taken back together: all of it, or one unit."""

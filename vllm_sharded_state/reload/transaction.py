@@ -28,11 +28,12 @@ from vllm_sharded_state.errors import (
 )
 from vllm_sharded_state.state import units
 from vllm_sharded_state.state.construction import Construction, recall
+from vllm_sharded_state.state.process import load_device
 from vllm_sharded_state.state.recording import Recording
 from vllm_sharded_state.state.twin import Twin, source_parameters
 from vllm_sharded_state.state.units import Unit
 
-from . import kv, lost
+from . import kv, lost, outcome
 from .building import Builder
 from .derived import Derived
 from .handles import Handles
@@ -63,7 +64,7 @@ class Transaction:
         self._began = time.perf_counter()
         self._model = model
         self._atomic = atomic
-        self._device = torch.device(config.load_config.device or config.device_config.device)
+        self._device = load_device(config)
         self._live: dict[str, Unit] = {unit.name: unit for unit in units.split(model)}
         self._inside = units.inside(model)
         self._twin = Twin(config, self._device)
@@ -108,7 +109,7 @@ class Transaction:
         Returns what the model's `load_weights` does: the names of the parameters that it loaded.
         """
         try:
-            return self._load(self._intake.stream(weights, self._recording, self._place_complete))
+            return self._load(self._intake.stream(weights, self._place_complete))
         except BaseException as error:
             self._fail(error)
             raise
@@ -138,11 +139,7 @@ class Transaction:
     def abandon(self) -> str:
         """Undo everything, and say what the engine holds now. Raises `ReloadBrokenError`."""
         self._undo.roll_back()
-        if lost.is_lost(self._model):
-            return lost.SAID
-        if not self._is_partly_new:
-            return "The engine holds the weights it had before."
-        return f"These units hold new weights, all others their old ones:\n{listed(self._done)}"
+        return outcome.said(self._model, self._kept)
 
     def take_back(self, error: ReloadError) -> NoReturn:
         """Undo everything for a reason of the caller's, and raise `error`."""
@@ -176,15 +173,13 @@ class Transaction:
 
     def _fail(self, error: BaseException) -> None:
         """Undo everything, and say in `error` what the engine holds now."""
-        said = self.abandon()
-        if isinstance(error, ReloadError):
-            error.changed = self._is_partly_new
-            error.args = (f"{error}\n{said}",)
+        self._undo.roll_back()
+        outcome.tell(error, self._model, self._kept)
 
     @property
-    def _is_partly_new(self) -> bool:
-        """Whether new weights stay after an error."""
-        return self._atomic == "layer" and bool(self._done)
+    def _kept(self) -> list[str]:
+        """The units whose new weights stay after an error."""
+        return sorted(self._done) if self._atomic == "layer" else []
 
     def _loadable(self, name: str) -> dict[str, torch.Tensor]:
         """The source tensors of a unit but for KV scales, by key."""

@@ -17,6 +17,7 @@ from vllm_sharded_state.checkpoint.digest import Digest, tensor_checksum
 
 from . import boundaries, kernels, plain, units
 from .compare import place
+from .process import load_device
 from .units import Unit
 from .walk import Kind, Leaf
 
@@ -28,7 +29,7 @@ def state_digest(model: nn.Module, vllm_config: Any) -> dict[str, str | list[str
     kernel of each layer with native memory on 325 rows. Such layers give equal digests on equal
     machines with equally many threads only.
     """
-    device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
+    device = load_device(vllm_config)
     digest = Digest()
     checksums: dict[tuple[object, ...], str] = {}  # one for tensors that are views of one memory
     uncovered: list[str] = []

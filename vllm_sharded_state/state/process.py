@@ -19,6 +19,11 @@ class _Holder(nn.Module):
         self.unit = root
 
 
+def load_device(vllm_config: Any) -> torch.device:
+    """Where the weights of a model lie, as upstream decides it (`BaseModelLoader.load_model`)."""
+    return torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
+
+
 def process(unit: Unit, vllm_config: Any, device: torch.device) -> None:
     """Bring a filled unit from source to runtime layout, as upstream does for a whole model."""
     if not unit.processed:
