@@ -14,17 +14,16 @@ vss_test_ways.keep_out()  # Before anything imports vLLM.
 
 import argparse  # noqa: E402
 import json  # noqa: E402
-import os  # noqa: E402
 import statistics  # noqa: E402
-import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
-import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.reloading import line, run, tell, timed  # noqa: E402
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
@@ -63,34 +62,23 @@ def tensors(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(directory: str, rounds: int) -> None:
-    """Print the seconds of `rounds` reloads, as JSON, after two that are not counted."""
+    """Tell the seconds of `rounds` reloads, after two that are not counted."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import base_loader
     from vllm.model_executor.model_loader.reload import inplace
 
-    from tests.support.model_level import loaded
+    from tests.support.model_level import configured
 
-    seen: list[Any] = []
-    original = base_loader.initialize_model
-
-    def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(vllm_config)
-        return original(vllm_config, *args, **kwargs)
-
-    base_loader.initialize_model = initialize_model
-    seconds, processor = [], []
-    with loaded(Path(directory), {"load_format": "dummy"}) as model:
+    with configured(Path(directory), {"load_format": "dummy"}) as (model, config):
         weights = tensors(json.loads(Path(directory, "config.json").read_text()))
         other = {name: tensor * 1.5 for name, tensor in weights.items()}
-        for number in range(rounds + 2):
+
+        def reload(number: int) -> None:
             sent = (weights, other)[number % 2]
-            began, busy = time.perf_counter(), time.process_time()
-            with set_current_vllm_config(seen[0]):
-                inplace.reload_weights(seen[0], model, iter(sent.items()), None, True)
-            processor.append(time.process_time() - busy)
-            seconds.append(time.perf_counter() - began)
-    size = sum(tensor.nbytes for tensor in weights.values())
-    print("RESULT", json.dumps({"seconds": seconds[2:], "cpu": processor[2:], "bytes": size}))
+            with set_current_vllm_config(config):
+                inplace.reload_weights(config, model, iter(sent.items()), None, True)
+
+        found = timed(reload, rounds, warm_up=2)
+    tell({**found, "bytes": sum(tensor.nbytes for tensor in weights.values())})
 
 
 def main() -> None:
@@ -105,7 +93,6 @@ def main() -> None:
         measure(args.directory, args.rounds)
         return
     from tests.support.lab import WITH_OURS, without_ours
-    from tests.support.model_level import environment
 
     medians = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -115,24 +102,17 @@ def main() -> None:
             "layer": WITH_OURS,
             "model": WITH_OURS,
         }.items():
-            done = subprocess.run(
-                [sys.executable, __file__, "--directory", directory, "--rounds", str(args.rounds)],
-                env=environment(args.way, plugins)
-                | {"VSS_RELOAD_ATOMIC": "model" if name == "stock" else name}
-                | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
+            rounds = ("--rounds", str(args.rounds))
+            atomic = "model" if name == "stock" else name
+            result = run(
+                __file__,
+                args.way,
+                plugins,
+                *("--directory", directory, *rounds),
+                VSS_RELOAD_ATOMIC=atomic,
             )
-            (line,) = (x for x in done.stdout.splitlines() if x.startswith("RESULT "))
-            result = json.loads(line.removeprefix("RESULT "))
-            wall, medians[name] = (statistics.median(result[k]) for k in ("seconds", "cpu"))
-            print(
-                f"{name:6} {wall:.3f} s (of {args.rounds}: "
-                f"{min(result['seconds']):.3f} to {max(result['seconds']):.3f}), "
-                f"{result['bytes'] / 2**20:.0f} MiB, processor {medians[name]:.3f} s, "
-                f"{medians[name] / medians['stock']:.2f} of stock"
-            )
+            medians[name] = statistics.median(result["processor"])
+            print(f"{line(name, result)}, {medians[name] / medians['stock']:.2f} of stock")
 
 
 if __name__ == "__main__":

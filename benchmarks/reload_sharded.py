@@ -5,8 +5,8 @@
 The same random model for all, at model level, each contender in a process of its own; files lie in the
 page cache. `stock` and `source` reload the source checkpoint, without this package and with it; `sharded`
 reloads what was saved of the same weights, in runtime layout, and `unverified` does so with the key
-`verify` set to `off`. Prints median seconds, those that all cores worked, and how
-many times as fast as stock each is.
+`verify` set to `off`. Prints median seconds, those that all cores worked, and how many times as fast as
+stock each is.
 
 Kinds: `bf16`, a Llama whose weights stay in tensors, as on a GPU; `fp8`, the same with static FP8
 linears, which processing requantizes and transposes. (Plain PyTorch stands in for their kernels, which
@@ -21,10 +21,8 @@ import argparse  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import statistics  # noqa: E402
-import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
-import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -33,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import page_cache  # noqa: E402
 from benchmarks.reload_overhead import config, tensors  # noqa: E402
+from benchmarks.reloading import line, run, tell, timed  # noqa: E402
 
 _SHARDED = {"load_format": "sharded_state"}
 #: Engine arguments by contender.
@@ -68,54 +67,26 @@ def save(source: str, target: str) -> None:
         ShardedStateLoader.save_model(model, target)
     units = json.loads(Path(target, "sharded_state.json").read_text())["ranks"][0]["units"]
     layouts = {unit["layout"] for name, unit in units.items() if name.endswith("_proj")}
-    print("RESULT", json.dumps(sorted(layouts)))
+    tell(sorted(layouts))
 
 
 def measure(path: str, name: str, rounds: int) -> None:
-    """Print the seconds of `rounds` reloads of `path`, as JSON, after one that is not counted."""
+    """Tell the seconds of `rounds` reloads of `path`, after one that is not counted."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import base_loader
     from vllm.model_executor.model_loader.reload import inplace
 
-    from tests.support.model_level import loaded
+    from tests.support.model_level import configured
 
-    seen: list[Any] = []
-    original = base_loader.initialize_model
-
-    def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(vllm_config)
-        return original(vllm_config, *args, **kwargs)
-
-    base_loader.initialize_model = initialize_model
     files = sorted(Path(path).glob("*.safetensors"))
     page_cache.make_warm(files)
-    seconds, processor = [], []
-    with loaded(Path(path), CONTENDERS[name]) as model:
-        for _ in range(rounds + 1):
-            began, worked = time.perf_counter(), time.process_time()
-            with set_current_vllm_config(seen[0]):
-                inplace.reload_weights(seen[0], model, None, path, True)
-            seconds.append(time.perf_counter() - began)
-            processor.append(time.process_time() - worked)
-    found = {"seconds": seconds[1:], "processor": processor[1:]}
-    print("RESULT", json.dumps(found | {"bytes": sum(file.stat().st_size for file in files)}))
+    with configured(Path(path), CONTENDERS[name]) as (model, config):
 
+        def reload(number: int) -> None:
+            with set_current_vllm_config(config):
+                inplace.reload_weights(config, model, None, path, True)
 
-def _run(way: str, plugins: str, *arguments: str) -> Any:
-    """What this program prints as its result in a process of its own."""
-    from tests.support.model_level import environment
-
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        env=environment(way, plugins)
-        | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-        | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    (line,) = (x for x in done.stdout.splitlines() if x.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+        found = timed(reload, rounds, warm_up=1)
+    tell({**found, "bytes": sum(file.stat().st_size for file in files)})
 
 
 def main() -> None:
@@ -140,21 +111,17 @@ def main() -> None:
         source, target = Path(directory, "source"), Path(directory, "sharded")
         write(source, args)
         way = KINDS[args.kind]
-        layouts = _run(way, WITH_OURS, "--save", str(source), str(target))
+        cores = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+        layouts = run(__file__, way, WITH_OURS, "--save", str(source), str(target), **cores)
         print(f"linear layers were saved in {' and '.join(layouts)} layout")
         for name in CONTENDERS:
             plugins = without_ours(way) if name == "stock" else WITH_OURS
             path = target if CONTENDERS[name] else source
             rounds = ("--rounds", str(args.rounds))
-            result = _run(way, plugins, "--measure", str(path), name, *rounds)
+            result = run(__file__, way, plugins, "--measure", str(path), name, *rounds, **cores)
             medians[name] = statistics.median(result["seconds"])
-            print(
-                f"{name:10} {medians[name]:.3f} s (of {args.rounds}: "
-                f"{min(result['seconds']):.3f} to {max(result['seconds']):.3f}; "
-                f"{statistics.median(result['processor']):.3f} s of all cores), "
-                f"{result['bytes'] / 2**20:.0f} MiB, {medians['stock'] / medians[name]:.1f} times as "
-                "fast as stock"
-            )
+            times = medians["stock"] / medians[name]
+            print(f"{line(name, result)}, {times:.1f} times as fast as stock")
 
 
 if __name__ == "__main__":

@@ -22,18 +22,10 @@ from benchmarks.contenders import READERS, WRITERS
 Task = dict[str, Any]
 
 
-def _checksum(tensor: Any) -> str:
-    from vllm_sharded_state.checkpoint.checksum import Hash, host_bytes
-
-    digest = Hash()
-    for chunk in host_bytes(tensor):
-        digest.update(chunk)
-    return str(digest.hexdigest())
-
-
 def _reading(name: str) -> Callable[[Task], Any]:
     from benchmarks import inputs
     from benchmarks.destination import destination
+    from vllm_sharded_state.checkpoint.digest import tensor_checksum
 
     contender = READERS[name].make()
     known: dict[str, inputs.Input] = {}
@@ -49,7 +41,7 @@ def _reading(name: str) -> Callable[[Task], Any]:
             wrong = [
                 key
                 for key, tensor in into.items()
-                if _checksum(tensor) != given.tensors[key].checksum
+                if tensor_checksum(tensor) != given.tensors[key].checksum
             ]
             if wrong:
                 raise RuntimeError(f"{len(wrong)} tensors were not filled, {wrong[0]} among them")

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.patches.stand_ins import stand_for
@@ -84,9 +85,10 @@ def test_our_arguments_are_known_during_the_call_and_the_answer_comes_back(appli
 def test_the_environment_is_the_default(monkeypatch):
     monkeypatch.setenv("VSS_RELOAD_ATOMIC", "layer")
     monkeypatch.setenv("VSS_RELOAD_DIGEST", "1")
-    assert (call.running().wanted_atomic(), call.running().wants_digest()) == ("layer", True)
+    asked = call.running()
+    assert (asked.wanted_atomic(nn.Module()), asked.wants_digest()) == ("layer", True)
     with call.made(atomic="model", digest=False) as made:
-        assert (made.wanted_atomic(), made.wants_digest()) == ("model", False)
+        assert (made.wanted_atomic(nn.Module()), made.wants_digest()) == ("model", False)
         assert call.running() is made
 
 

@@ -24,7 +24,7 @@ from tests.reload.senders import SENDERS  # noqa: E402
 from tests.reload.states import STATES  # noqa: E402
 from tests.reload.updating import PHASES, update  # noqa: E402
 from tests.support.batch import check_way  # noqa: E402
-from tests.support.model_level import loaded  # noqa: E402
+from tests.support.model_level import configured  # noqa: E402
 from tests.support.places import moved, places  # noqa: E402
 from tests.support.process import run_whole, serve  # noqa: E402
 
@@ -223,10 +223,8 @@ def run(job: Job) -> dict[str, Any]:
     try:
         if job.register:
             __import__(job.register)
-        seen: list[Any] = []
-        with _watch_config(seen), loaded(Path(job.model), job.engine) as model:
+        with configured(Path(job.model), job.engine) as (model, config):
             check_way(model)
-            config = seen[0]
             if job.mutate:
                 from tests.zoo.mutations import MUTATIONS
 
@@ -268,33 +266,12 @@ def run(job: Job) -> dict[str, Any]:
                         "snapshot": None if meta else snapshot(model, job.kernels),
                     }
                 )
-            del model
+            del model, config
     except Exception as error:  # noqa: BLE001 - every failure is a result here
         result["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         del error
     gc.collect()
     return result
-
-
-class _watch_config:
-    """Notes the configuration of the model that is loaded inside the block."""
-
-    def __init__(self, seen: list[Any]) -> None:
-        self._seen = seen
-
-    def __enter__(self) -> None:
-        from vllm.model_executor.model_loader import base_loader
-
-        self._module, self._original = base_loader, base_loader.initialize_model
-
-        def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-            self._seen.append(vllm_config)
-            return self._original(vllm_config, *args, **kwargs)
-
-        base_loader.initialize_model = initialize_model
-
-    def __exit__(self, *exc: object) -> None:
-        self._module.initialize_model = self._original
 
 
 def run_steps(

@@ -1,43 +1,21 @@
 """Whatever is wrong with what is sent: an error that names it, the old weights, and a next reload."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.reload import cases
 from tests.reload.lab import ReloadLab
-from tests.support.snapshot import differences
+from tests.reload.verdicts import refused_then_renewed, renewed, unharmed
 
 pytestmark = pytest.mark.engine
 
 Labs = Callable[[str], ReloadLab]
 
 
-def unharmed(step: dict[str, Any], before: dict[str, Any]) -> None:
-    """The step failed, and the model is what it was, where it was."""
-    assert step["error"] is not None, "it was taken"
-    assert step["moved"] == []
-    assert not step["renamed"]
-    assert differences(step["snapshot"], before) == []
-
-
-def renewed(step: dict[str, Any], lab: ReloadLab, kind: str) -> None:
-    """The step gave what a cold load of the new checkpoint gives."""
-    assert step["error"] is None, step["error"]["traceback"]
-    assert differences(step["snapshot"], lab.stock[f"fresh.{kind}"]["before"]) == []
-
-
 @pytest.mark.parametrize(("job", "error", "named"), cases.FAULTS)
 def test_a_fault_in_what_is_sent(reload_lab: Labs, job: str, error: str, named: str) -> None:
-    lab = reload_lab(cases.way_of(job))
-    result = lab.ours[job]
-    assert result["error"] is None, result["error"]
-    failed, good = result["steps"]
-    unharmed(failed, result["before"])
-    assert failed["error"]["type"] == f"Reload{error}", failed["error"]["traceback"]
-    assert named in failed["error"]["message"]
-    renewed(good, lab, cases.kind_of(job))
+    refused_then_renewed(reload_lab(cases.way_of(job)), job, error, named)
 
 
 @pytest.mark.jobs(cases.RAISES)
@@ -88,12 +66,7 @@ def test_by_layer_each_is_whole_and_the_error_lists_the_new(reload_lab: Labs) ->
 @pytest.mark.jobs(cases.NO_ROOM)
 def test_a_host_without_room_for_the_old_weights(reload_lab: Labs) -> None:
     lab = reload_lab(cases.way_of(cases.NO_ROOM))
-    result = lab.ours[cases.NO_ROOM]
-    failed, by_layer = result["steps"]
-    unharmed(failed, result["before"])
-    assert failed["error"]["type"] == "ReloadRoomError"
-    assert "VSS_RELOAD_ATOMIC=layer" in failed["error"]["message"]
-    renewed(by_layer, lab, "llama")
+    refused_then_renewed(lab, cases.NO_ROOM, "RoomError", "VSS_RELOAD_ATOMIC=layer")
 
 
 @pytest.mark.jobs(cases.RANDOM_FAULTS)

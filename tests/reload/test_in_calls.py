@@ -9,7 +9,7 @@ import pytest
 
 from tests.reload import cases
 from tests.reload.lab import ReloadLab
-from tests.reload.test_failures import renewed, unharmed
+from tests.reload.verdicts import refused_then_renewed, renewed, unharmed
 from tests.support.snapshot import differences
 
 pytestmark = pytest.mark.engine
@@ -43,15 +43,12 @@ def test_load_weights_returns_what_it_returns_in_stock(reload_lab: Labs) -> None
 
 @pytest.mark.jobs(cases.UPDATE_PART)
 def test_a_part_of_a_fused_layer(reload_lab: Labs) -> None:
-    result, lab = _ours(reload_lab, cases.UPDATE_PART)
+    lab = reload_lab(cases.way_of(cases.UPDATE_PART))
     stock, weight = lab.stock[cases.UPDATE_PART], "model.layers.0.self_attn.qkv_proj.weight"
     assert stock["steps"][0]["error"] is None
     assert stock["steps"][0]["snapshot"]["tensors"][weight] != stock["before"]["tensors"][weight]
-    failed, good = result["steps"]
-    unharmed(failed, result["before"])
-    assert failed["error"]["type"] == "ReloadIncompleteError"
-    assert "model.layers.0.self_attn.k_proj.weight" in failed["error"]["message"]
-    renewed(good, lab, "llama")
+    missing = "model.layers.0.self_attn.k_proj.weight"
+    refused_then_renewed(lab, cases.UPDATE_PART, "IncompleteError", missing)
 
 
 @pytest.mark.jobs(cases.UPDATE_FAILS)
@@ -76,12 +73,7 @@ def test_a_sender_that_reuses_its_memory(reload_lab: Labs) -> None:
 
 @pytest.mark.parametrize(("job", "error", "named"), cases.UPDATE_FAULTS)
 def test_a_fault_in_what_is_sent(reload_lab: Labs, job: str, error: str, named: str) -> None:
-    result, lab = _ours(reload_lab, job)
-    failed, good = result["steps"]
-    unharmed(failed, result["before"])
-    assert failed["error"]["type"] == f"Reload{error}", failed["error"]["traceback"]
-    assert named in failed["error"]["message"]
-    renewed(good, lab, cases.kind_of(job))
+    refused_then_renewed(reload_lab(cases.way_of(job)), job, error, named)
 
 
 @pytest.mark.jobs(cases.UPDATE_SCALES)

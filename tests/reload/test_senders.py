@@ -8,7 +8,7 @@ import torch
 
 from tests.reload import cases, sender_cases
 from tests.reload.lab import ReloadLab
-from tests.reload.test_failures import renewed, unharmed
+from tests.reload.verdicts import refused_then_renewed, renewed, unharmed
 from tests.support.snapshot import differences
 from vllm_sharded_state.errors import ReloadSourceError
 from vllm_sharded_state.reload.memory import SenderMemory
@@ -21,13 +21,7 @@ Labs = Callable[[str], ReloadLab]
 def test_a_sender_that_can_not_be_followed(
     reload_lab: Labs, job: str, error: str, named: str
 ) -> None:
-    lab = reload_lab(cases.way_of(job))
-    result = lab.ours[job]
-    failed, good = result["steps"]
-    unharmed(failed, result["before"])
-    assert failed["error"]["type"] == f"Reload{error}", failed["error"]["traceback"]
-    assert named in failed["error"]["message"]
-    renewed(good, lab, "llama")
+    refused_then_renewed(reload_lab(cases.way_of(job)), job, error, named)
 
 
 @pytest.mark.engine
@@ -42,11 +36,7 @@ def test_memory_may_be_used_again_when_its_layer_is_whole(reload_lab: Labs, job:
 @pytest.mark.jobs(sender_cases.HUGE)
 def test_a_scale_is_judged_as_the_number_that_it_becomes(reload_lab: Labs) -> None:
     lab = reload_lab(cases.way_of(sender_cases.HUGE))
-    result = lab.ours[sender_cases.HUGE]
-    failed, good = result["steps"]
-    unharmed(failed, result["before"])
-    assert failed["error"]["type"] == "ReloadScaleError"
-    renewed(good, lab, "llama-w8a8-kv")
+    refused_then_renewed(lab, sender_cases.HUGE, "ScaleError")
 
 
 @pytest.mark.engine

@@ -7,7 +7,7 @@ import pytest
 
 from tests.reload import cases, sharded_cases
 from tests.reload.lab import ReloadLab
-from tests.reload.test_failures import renewed, unharmed
+from tests.reload.verdicts import renewed, unharmed
 from tests.support.snapshot import differences
 
 pytestmark = pytest.mark.engine

@@ -6,7 +6,7 @@ import pytest
 
 from tests.reload import cases
 from tests.reload.lab import ReloadLab
-from tests.reload.test_failures import renewed, unharmed
+from tests.reload.verdicts import refused_then_renewed, renewed, unharmed
 from tests.support.snapshot import differences
 
 pytestmark = pytest.mark.engine
@@ -16,12 +16,7 @@ Labs = Callable[[str], ReloadLab]
 
 @pytest.mark.parametrize("job", cases.REFUSED_STATES)
 def test_a_state_that_is_refused(reload_lab: Labs, job: str) -> None:
-    lab = reload_lab(cases.way_of(job))
-    result = lab.ours[job]
-    failed, good = result["steps"]
-    unharmed(failed, result["before"])
-    assert failed["error"]["type"] == "ReloadUnsupportedError", failed["error"]["traceback"]
-    renewed(good, lab, "llama")
+    refused_then_renewed(reload_lab(cases.way_of(job)), job, "UnsupportedError")
 
 
 @pytest.mark.jobs(cases.NOTHING_TO_OFFLOAD)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.reload import cases
 from tests.reload.lab import EXACT, ReloadLab
-from tests.reload.test_failures import renewed, unharmed
+from tests.reload.verdicts import renewed, unharmed
 from tests.support.snapshot import differences
 
 pytestmark = pytest.mark.engine

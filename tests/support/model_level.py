@@ -72,6 +72,16 @@ def loaded(path: Path | str, engine: dict[str, Any]) -> Iterator[nn.Module]:
 
     It is freed when the block ends.
     """
+    with configured(path, engine) as (model, config):
+        try:
+            yield model
+        finally:
+            del model, config  # else they would outlive the collection there
+
+
+@contextmanager
+def configured(path: Path | str, engine: dict[str, Any]) -> Iterator[tuple[nn.Module, Any]]:
+    """The model of `loaded`, and the configuration that it was built from."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
@@ -84,7 +94,7 @@ def loaded(path: Path | str, engine: dict[str, Any]) -> Iterator[nn.Module]:
         if config.lora_config is not None:
             model = _with_lora(model, config)
     try:
-        yield model
+        yield model, config
     finally:
         del model, config
         gc.collect()
